@@ -1,7 +1,7 @@
 """Experimental: collectives of FSDP2 by the GPUs' copy engines, for GPUs of one host that access each other's memory.
 
-Each of this package's products takes all multiprocessors. A collective of NCCL is a kernel: it waits for them, and
-products that run beside it wait for those that it has. Copy engines take none.
+This package's products take all multiprocessors, and a collective of NCCL is a kernel that competes for them. Copy
+engines take none.
 """
 
 import weakref
@@ -28,34 +28,24 @@ class CopyEngines:
     """All-gathers and reduce-scatters of a group, for modules of `torch.distributed.fsdp.fully_shard`.
 
     Experimental: it needs private names of FSDP2, those in `interop/fsdp/private.py`, which another torch may lack.
-
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
-    ranks make it at the same point. It keeps a buffer of the largest module's gradients that FSDP2 reduces, in the
-    dtype of their reduction, and 2 buffers of what the other ranks store of the largest module's other gradients.
-    For as many modules as have been gathered at once, but at least 2, it keeps memory of the shares of large parameters
-    that come from other ranks, of this rank's too where modules stay gathered after forward, and a buffer of this
-    rank's share where the parameter itself is not what travels. Shares of what travels in e4m3 are there in both
-    orientations. Parameters of the same sizes in all modules have the same memory in turn. Gradients are summed in
-    float32, always in the same order, and rounded once. So where parameters are bfloat16,
+    ranks make it at the same point.
+    It keeps one buffer for the largest module's gradients that FSDP2 reduces, and two for what other ranks store of the
+    largest module's other gradients. For as many modules as have been gathered at once, at least two, it keeps the
+    shards of large parameters that other ranks have. Parameters of the same sizes in all modules have this memory in
+    turn.
+    Gradients are summed in float32, always in the same order, and rounded once. So where parameters are bfloat16,
     `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
-
-    A CUDA graph can capture steps of these modules, if shares of large parameters are multiples of 2 MiB and two such
-    steps have run. Then what would change the memory of a gather raises RuntimeError: gathers in another order, another
-    reshard_after_forward.
-
-    All-gathers and reduce-scatters have buffers of their own, with barriers of their own. Each kind runs in one order,
-    which is that of the host on all ranks, and waits only for what the host called before. So no barrier waits for one
-    that another rank calls later.
-
+    A CUDA graph can capture steps of attached modules, if shards of large parameters are multiples of 2 MiB and two
+    such steps have run. Afterwards gathers in another order, or another reshard_after_forward, raise RuntimeError.
     Raises ValueError on all ranks where the GPUs are not of one host or do not access each other's memory.
     """
 
     def __init__(self, group: Any) -> None:
         group = group.get_group() if hasattr(group, "get_group") else group
         group = dist.group.WORLD if group is None else group
-        gpus: list[Any] = [None] * dist.get_world_size(group)
         with collectives.named("GPUs of CopyEngines", group):
-            dist.all_gather_object(gpus, this_gpu() if "nccl" in dist.get_backend(group) else None, group=group)
+            gpus = collectives.gather_objects(this_gpu() if "nccl" in dist.get_backend(group) else None, group)
         if not reach_each_other(gpus):
             expected = "GPUs of one host that access each other's memory, a rank each"
             got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
@@ -67,34 +57,29 @@ class CopyEngines:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers, on this rank, which torch.cuda does not count."""
+        """The bytes of the buffers on this rank, which torch.cuda does not count."""
         return self._memory.nbytes + self.reduce_scatter.peers.nbytes + self._sums.peers.nbytes
 
     def attach(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
-        """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
+        """Has the parameters of these modules travel by copy engines, but not those of sharded modules within them.
 
-        All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
-        first dimension the ranks share evenly are gathered straight to their place. If they have the dtype of
-        `MixedPrecisionPolicy.param_dtype`, a rank's part moves to memory that the other ranks read; optimizers and
-        state dicts see the same parameters. A gathered weight has that memory where modules reshard after forward, so
-        no parameter may change between `unshard` and `reshard`. After `load_state_dict(assign=True)` or a conversion of
-        the module, call it again.
-
-        in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3. Each rank
-        quantises its own experts. The results have the same bits. Gathered parameters then hold no numbers: whatever
-        else than the module's forward reads them raises RuntimeError. Modules with accumulate_into_main_grad are left.
-
-        stores_gradients: where `moe` or `MoE` computes the gradient of a weight that is gathered straight, on at most 8
-        ranks, the products store the gradients of other ranks' experts in the memory of those ranks, and those of this
-        rank's add to what the others stored. So FSDP2 reduces no gradient of it: the sum is in float32, of what each
-        rank rounded to the products' dtype, and is rounded once to the parameter's dtype. FSDP2 reduces gradients as
-        before where they add up on each rank first (`set_requires_gradient_sync(False)`), or a hook is to see them.
-        All ranks have to call the layer equally often in a module's forward, with the same such hooks and dispatch
-        modes, and all or none of them in compiled code. Else they would wait for each other.
-
-        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2 than
-        this needs, and ValueError for one that is not sharded over this group alone, or over fewer ranks after
-        forward. No module is changed then.
+        All ranks call it at the same point, between steps, when the parameters have their memory, and again after
+        `load_state_dict(assign=True)` or a conversion of the module. Large parameters whose first dimension the ranks
+        share evenly are gathered straight to their place. If they have the dtype of `MixedPrecisionPolicy.param_dtype`,
+        a rank's part moves to memory that the other ranks read; optimizers and state dicts see the same parameters. No
+        parameter may change between `unshard` and `reshard`, as a gathered weight has that memory too.
+        in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3, with the
+        same results. Each rank quantises its own experts. Whatever else than the module's forward reads the gathered
+        parameters raises RuntimeError. Modules with accumulate_into_main_grad are left.
+        stores_gradients: on at most 8 ranks, `moe` and `MoE` store the gradients of other ranks' experts in the memory
+        of those ranks, and add what others have stored to those of this rank. A rank rounds its part to the products'
+        dtype; the sum is in float32 and rounded once to the parameter's dtype. FSDP2 reduces gradients as before where
+        they add up on each rank first (`set_requires_gradient_sync(False)`), or a hook is to see them. All ranks have
+        to call the layer equally often in a module's forward, with the same hooks and dispatch modes, all or none in
+        compiled code. Else they would wait for each other.
+        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2, and
+        ValueError for one that is not sharded over this group alone, or over fewer ranks after forward. No module is
+        changed then.
         """
         groups = [self._group_of(module) for module in modules]
         found: list[tuple[dict[Parameter, torch.dtype], dict[Parameter, Any], AllGather]] = []
@@ -142,7 +127,7 @@ class CopyEngines:
 
 
 class ReduceScatter:
-    """As FSDP2 calls it, always on one stream; it writes what is to be reduced on another."""
+    """FSDP2's protocol of a reduce-scatter. FSDP2 calls it on one stream and writes its input on another."""
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
         self.peers, self._rank, self._size = peers, rank, size
@@ -150,7 +135,7 @@ class ReduceScatter:
         self._done: Moment | None = None  # since when nobody reads what was reduced last
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """First memory that the other ranks read, for what is to be reduced, then some of torch for the result."""
+        """Returns memory that other ranks read for the input, and then memory of torch for the result."""
         if not self._is_next:
             return torch.empty(size, dtype=dtype, device=device)
         self._is_next = False

@@ -27,10 +27,10 @@ LIKE = (aten.zeros_like, aten.ones_like, aten.empty_like, aten.new_zeros, aten.n
 
 
 class Gathered(Fp8Weights):
-    """Of parameters that come in e4m3 and are freed after forward: arrays that forward does not read hold anything.
+    """The weights of a layer whose parameters came in e4m3. Arrays that forward does not read have undefined values.
 
-    in_backward: given the save policy, returns arrays of the shapes and strides of w1 and w2, and `Fp8Weights` of which
-    backward may read what it needs. Autograd saves none of these, because they may lie elsewhere by then.
+    in_backward: returns, for a save policy, arrays of the shapes and strides of w1 and w2, and `Fp8Weights` with what
+    backward reads. Autograd saves none of these, as they may lie elsewhere by then.
     """
 
     __slots__ = ("in_backward",)  # apart from the fields of the weights
@@ -40,8 +40,8 @@ class Gathered(Fp8Weights):
 class Part(Shard):
     """A rank's part of one of the two weights of `Experts`.
 
-    local (E / ranks, N, K): of any float dtype. It is rounded to bfloat16 first, as FSDP2 does. halves: of N, that have
-    a scale each.
+    local (E / ranks, N, K): of any float dtype, rounded to bfloat16 first, as FSDP2 does. halves: the parts of N that
+    have a scale each.
     """
 
     def __init__(self, memory: Memory, local: Tensor, halves: int, experts: "Experts") -> None:
@@ -69,7 +69,7 @@ class Part(Shard):
             whole.move(room, place, was_captured)
 
     def offer(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
-        """As of `Shard`. The second of the two parts quantises both."""
+        """Does what `Shard.offer` does. The second of the two parts quantises both."""
         self._state = self.experts.state()
         here = self._here = set(self._read.setdefault(self._state, set(READ.get(self._state, (BACKWARD, FORWARD)))))
         for orientation in {BACKWARD, FORWARD} - here:  # which a gather that failed may have left
@@ -86,7 +86,7 @@ class Part(Shard):
         return InE4m3(self)
 
     def read(self, orientation: int) -> Tensor:
-        """The whole in e4m3. What did not come is made of what did, and comes with the next gathers of this state."""
+        """Returns the whole in e4m3. An orientation that did not come is made; later gathers of this state bring it."""
         self.expect_there()
         self._read[self._state].add(orientation)
         if orientation in self._here:
@@ -94,14 +94,14 @@ class Part(Shard):
         return self.e4m3[1 - orientation].transpose(1, 2).contiguous()
 
     def unread(self, orientation: int) -> Tensor:
-        """An array of this shape that holds anything."""
+        """Returns an array of the shape of an orientation, with undefined values."""
         return self.e4m3[orientation] if orientation in self._here else self._as_other[orientation]
 
 
 class Experts:
     """The parameters of w1 (E, 2h, d) or (E, h, d), and of w2 (E, d, h), of a MoE that FSDP2 shards.
 
-    w1, w2: of this rank's experts.
+    w1, w2: this rank's experts.
     """
 
     def __init__(self, memory: Memory, group: Group, w1: Tensor, w2: Tensor) -> None:
@@ -111,12 +111,12 @@ class Experts:
         self._amax = w1.new_empty((len(w1), halves + 1), dtype=torch.float32)
 
     def state(self) -> str:
-        """FSDP2's, or "recomputation" of a forward in backward, which reads what it gathers as well."""
+        """Returns FSDP2's state, or "recomputation" for a forward in backward, which reads gathers too."""
         state = self._group.state
         return "recomputation" if state == "FORWARD" and private.is_in_backward() else state
 
     def offer(self, part: Part, rooms: list[Tensor]) -> None:
-        """rooms: for what `part.forms` says. Quantises this rank's experts when both parts have called it."""
+        """Quantises this rank's experts when both parts have called it. rooms: buffers for `part.forms`."""
         if part in self._rooms:  # a gather has failed since
             self._rooms.clear()
         self._rooms[part] = rooms
@@ -132,7 +132,7 @@ class Experts:
         return all(getattr(w, "part", None) is part for w, part in zip((w1, w2), self.parts, strict=True))
 
     def weights(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Gathered]:
-        """For `moe`: w1 (E, d, 2h) and w2 (E, h, d), whose gradients go to these parameters, and what it multiplies."""
+        """Returns w1 (E, d, 2h) and w2 (E, h, d) for `moe`, which pass gradients to these parameters, and their e4m3."""
         device = w1.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
             got = f"autocast to {torch.get_autocast_dtype(device)}"
@@ -151,7 +151,7 @@ class Experts:
 
 
 class _Shape(torch.autograd.Function):
-    """An array without numbers that stands for a parameter, transposed, and hands its gradient on to it."""
+    """Stands for a transposed parameter without its numbers, and hands the gradient on to it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, part: Part) -> Tensor:
@@ -164,7 +164,7 @@ class _Shape(torch.autograd.Function):
 
 
 class InE4m3(Tensor):
-    """A parameter (E, N, K) in bfloat16 for autograd and FSDP2, of which this rank has e4m3 alone."""
+    """A parameter (E, N, K) in bfloat16 for autograd and FSDP2, of which this rank has only e4m3."""
 
     part: Part
 
@@ -194,7 +194,7 @@ class InE4m3(Tensor):
 
 
 def parts_of(straight: Mapping[Parameter, torch.dtype], group: Group, memory: Memory) -> dict[Parameter, Part]:
-    """Of a group, the parts of parameters that travel in e4m3. straight: of `straight_of`, or none of them."""
+    """Returns the parts of a group's parameters that travel in e4m3. straight: of `straight_of`, or none of them."""
     by_module: dict[Any, dict[str, Parameter]] = {}
     for parameter in group.parameters:
         if parameter.name not in getattr(parameter.module, "travel_in_e4m3", ()):

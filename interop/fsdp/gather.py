@@ -45,12 +45,12 @@ class Shard:
         self.keep(memory, local, dtype)
 
     def keep(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
-        """dtype: of the whole parameter."""
+        """Keeps this rank's part. dtype: the whole parameter's."""
         self._memory, self.local = memory, local
         self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # that its own all-gather has something
 
     def hook(self, parameter: Parameter) -> None:
-        """Has FSDP2 call this for its parameter."""
+        """Has FSDP2 call this shard's hooks for its parameter."""
         local, self.name = self.local, parameter.name
         torch_sums.register(self.whole, self)
         local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
@@ -58,7 +58,7 @@ class Shard:
         parameter.gather_from(local)
 
     def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
-        """Has the whole at a place. name: of this in its module. rooms: a buffer of each of `forms`."""
+        """Gives the whole parameter a place. name: this shard's in its module. rooms: a buffer for each of `forms`."""
         part = self.part or rooms[0]
         if self._whole is None:
             self._whole = Whole(self._memory, part, place, name)
@@ -66,9 +66,9 @@ class Shard:
         self._whole.move(part, place, was_captured)
 
     def offer(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
-        """Has this rank's part where the other ranks read it. rooms: a buffer of each of `forms`.
+        """Makes this rank's part readable for the other ranks. rooms: a buffer for each of `forms`.
 
-        Returns what is to be copied: where to, and by rank what comes there.
+        Returns the copies to do: each destination, and by rank its source.
         """
         assert self._whole is not None
         if self.part is None:
@@ -77,7 +77,7 @@ class Shard:
 
     @property
     def is_there(self) -> bool:
-        """The whole parameter. If it is not, other modules may have its memory."""
+        """Whether the whole parameter has memory. If not, other modules may have it."""
         return self._whole is not None and self._whole.is_there
 
     def expect_there(self) -> None:
@@ -86,11 +86,11 @@ class Shard:
             raise RuntimeError(f"CopyEngines: {self.name}: expected {expected}, got {got}")
 
     def made(self) -> Tensor:
-        """What FSDP2 makes the whole parameter of."""
+        """Returns what FSDP2 makes the whole parameter of."""
         return self.whole.data  # autograd counts the writes to a tensor that it has saved; this has a count of its own
 
     def __deepcopy__(self, memo: Any) -> "Shard":
-        """For the copy of a parameter: its hooks raise, as they would gather this one."""
+        """Makes a shard for the copy of a parameter, whose hooks raise, as they would gather this one."""
         twin = object.__new__(Shard)
         twin.gather = twin.owner = None
         return twin
@@ -102,7 +102,10 @@ class Shard:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """On a stream of FSDP2 beside the products': gets memory for the whole, and shows others this rank's part."""
+        """Gives the whole memory, and shows the others this rank's part.
+
+        It runs on a stream of FSDP2 beside the products'.
+        """
         if self.gather is None:
             raise other_parameters()
         self.gather.start(self)
@@ -111,21 +114,25 @@ class Shard:
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """On the products' stream, which waits for the copies. The first time FSDP2 is told where the whole lies."""
+        """Tells FSDP2, the first time, where the whole lies.
+
+        It runs on the products' stream, which waits for the copies.
+        """
         self.stream = getattr(torch, self.local.device.type).current_stream()
         self._memory.note_freed(self.stream)
         return (self.made(), self.inner) if out is None else None
 
 
 class AllGather:
-    """Of one module, as FSDP2 calls it after the shards' hooks. Other parameters travel in the given tensors.
+    """FSDP2's protocol of an all-gather for one module, called after the shards' hooks.
 
-    A barrier comes before the copies, when all ranks have written their parts. Where parts are the parameters' own
-    memory another comes after them, so that whatever follows on any rank may change its part, as an optimizer does.
+    Parameters without hooks travel in the given tensors. One barrier comes before the copies, when all ranks have
+    written their parts. Where parts are the parameters' own memory, another follows the copies, so that an optimizer
+    may then change them.
     """
 
     def __init__(self, memory: Memory, shards: list[Shard], group: Group | None) -> None:
-        """A collective call. group: None for a module without parameters of its own."""
+        """All ranks call it together. group: None for a module without parameters of its own."""
         self._memory, self.shards, self._group = memory, shards, group
         self._rooms: dict[Shard, list[Shared]] = {}
         self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.offer`
@@ -137,7 +144,7 @@ class AllGather:
         self._settle()
 
     def _settle(self) -> None:
-        """Has memory of the bank for what is gathered, and buffers for the parts."""
+        """Gives what is gathered memory of the bank, and the parts buffers."""
         is_kept = self._group is not None and self._group.stays_gathered  # after forward
         for name, shard in enumerate(self.shards):
             forms, device = enumerate(shard.forms), shard.local.device
@@ -146,7 +153,7 @@ class AllGather:
             self._rooms[shard] = rooms
 
     def start(self, shard: Shard) -> None:
-        """Of one of the shards, all of which come before the other calls."""
+        """Begins with one of the shards, all of which come before the other calls."""
         if not self._started or shard in self._started:  # or the last call has failed
             self._begin(shard.local.device)
         try:
@@ -162,13 +169,13 @@ class AllGather:
         self._settle()
 
     def give_up(self) -> None:
-        """Frees what FSDP2 will not, as it has not got it: of a call that has failed."""
+        """Frees what a call that failed has not handed to FSDP2."""
         for shard in self._started:
             self._memory.free(shard)
         self._started = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of torch, for parameters without hooks. FSDP2 may hold as many results at once as it likes."""
+        """Returns memory of torch for parameters without hooks, as FSDP2 may hold any number of results at once."""
         if len(self._started) < len(self.shards):
             self.give_up()
             raise other_parameters()
@@ -196,12 +203,12 @@ class AllGather:
 
     @property
     def is_dropped(self) -> bool:
-        """FSDP2 has let go of what this gathered, as it does unread if it prefetched a module that did not run."""
+        """Whether FSDP2 let go of the result unread, as when it prefetched a module that did not run."""
         return not (self._started or (self._group is not None and self._group.is_gathered))
 
 
 def other_parameters() -> RuntimeError:
-    """The error of parameters that `CopyEngines.attach` has not been called with."""
+    """Returns the error of parameters that `CopyEngines.attach` has not been called with."""
     expected = "those that attach was called with"
     got = "others, as after load_state_dict(assign=True) or a conversion: call attach again"
     return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
@@ -221,8 +228,8 @@ def straight_of(group: Group, size: int) -> dict[Parameter, torch.dtype]:
 
 
 def shards_of(straight: dict[Parameter, torch.dtype], memory: Memory, made: Mapping[Parameter, Shard]) -> list[Shard]:
-    """Those of the parameters of `straight_of`. A collective call.
+    """Returns the shards of the parameters of `straight_of`. All ranks call it together.
 
-    made: shards of some of them; the others' are made here.
+    made: the shards of some of them. The others' are made here.
     """
     return [made.get(parameter) or Shard(memory, parameter.local, dtype) for parameter, dtype in straight.items()]

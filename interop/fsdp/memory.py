@@ -16,7 +16,7 @@ BANKS = 2  # at least: the next all-gather writes one while the other is read
 
 
 def _stream_of_its_own(device: torch.device) -> tuple[Any, Any]:
-    """A stream that nobody else has, and what keeps it.
+    """Returns a stream that nobody else has, and what keeps it.
 
     torch hands out 32 streams in turn, so one of torch's may be a caller's as well.
     """
@@ -40,11 +40,11 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Of what torch.cuda does not count."""
+        """The bytes that torch.cuda does not count."""
         return sum(nbytes for _, nbytes in self._blocks)
 
     def block(self, name: Any, nbytes: int, device: int) -> Physical:
-        """Memory to be mapped, the same for all parts of this name and size."""
+        """Returns memory to be mapped, the same for all parts of this name and size."""
         if (name, nbytes) not in self._blocks:
             self._blocks[name, nbytes] = Physical.new(nbytes, device)
         return self._blocks[name, nbytes]
@@ -53,12 +53,10 @@ class Bank:
 class Memory:
     """What all-gathers of the same ranks share: banks of memory for whole parameters, which modules have in turn.
 
-    FSDP2 frees a whole parameter when the host has called what reads it, which the GPU may not have run. Before an
-    all-gather writes, it waits for the readers of what was freed in its bank. It need not wait for those of the module
-    before, which runs and has another bank. Where FSDP2 gathers a module whose bank has another one that it has not
-    freed, the module moves to another bank, for good.
-
-    A module is its `fsdp_gather.AllGather` here, and its large parameters are `fsdp_gather.Shard`.
+    FSDP2 frees a whole parameter when the host has called what reads it, which the GPU may not have run. So an
+    all-gather first waits for the readers of what was freed in its bank. The module that runs meanwhile has another
+    bank. If FSDP2 gathers a module whose bank another one still holds, the module moves to another bank for good.
+    A module is its `gather.AllGather` here, and its large parameters are `gather.Shard`.
     """
 
     def __init__(self, peers: Peers, rank: int, size: int, group: Any) -> None:
@@ -77,12 +75,12 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Of what torch.cuda does not count."""
+        """The bytes that torch.cuda does not count."""
         rooms = sum(room.own.nbytes for room in self._rooms.values())
         return self.peers.nbytes + rooms + sum(bank.nbytes for bank in self._banks)
 
     def share(self, form: Form, device: torch.device) -> "Shared":
-        """An array of each rank that the others read. A collective call."""
+        """Makes an array of each rank that the others read. All ranks call it together."""
         shape, dtype = form
         nbytes = dtype.itemsize * torch.Size(shape).numel()
         with torch.inference_mode(False):  # what inference allocates training writes, too
@@ -97,7 +95,7 @@ class Memory:
             return Shared(memory.view(dtype).view(shape), at, None, handle)
 
     def room(self, bank: Bank, name: tuple[int, int], form: Form, device: torch.device) -> "Shared":
-        """What all-gathers of a bank write for the other ranks. A collective call in the first."""
+        """Returns a buffer that all-gathers of a bank write for the other ranks. All ranks make it together."""
         key = bank, name, form
         if key not in self._rooms:
             if is_captured(device):
@@ -106,14 +104,14 @@ class Memory:
         return self._rooms[key]
 
     def next_bank(self, shards: list[Any]) -> Bank:
-        """For a further module."""
+        """Returns the bank of a further module."""
         if not shards:
             return Bank()
         self._modules += 1
         return self._banks[self._modules % BANKS]
 
     def begin(self, gather: Any, device: torch.device) -> None:
-        """Of an all-gather, on the first stream that it runs on."""
+        """Begins an all-gather, on the first stream that it runs on."""
         stream = self._first = getattr(torch, device.type).current_stream()
         self._gathers += 1
         self.note_freed(stream)
@@ -146,7 +144,7 @@ class Memory:
         return offered
 
     def end(self, device: torch.device, may_change: bool) -> None:
-        """Of the all-gather. may_change: what was offered, by what follows, for which all ranks have to have read it.
+        """Ends the all-gather. may_change: what was offered may change after it, so all ranks have to have read it.
 
         A replay of a CUDA graph may be followed by anything.
         """
@@ -155,12 +153,12 @@ class Memory:
         self._ended = self._first, Moment(getattr(torch, device.type).current_stream())
 
     def _is_held(self, bank: Bank, gather: Any) -> bool:
-        """By another module."""
+        """Whether another module holds the bank."""
         holder = None if bank.holder is None else bank.holder()
         return holder is not None and holder is not gather and any(shard in self._used for shard in holder.shards)
 
     def _free_bank(self, gather: Any) -> Bank:
-        """The one whose use is longest ago, or a new one. A module that moves again has one that only it has."""
+        """Returns the bank whose use is longest ago, or a new one. A module that moves again gets a bank of its own."""
         free = [bank for bank in self._banks if self._gathers - bank.used > 1 and not self._is_held(bank, gather)]
         if gather.has_moved or not free:
             self._banks.append(Bank())
@@ -175,15 +173,15 @@ class Memory:
         self._used[shard] = bank
 
     def free(self, shard: Any) -> None:
-        """Of a gather that has failed, or that FSDP2 has dropped: nothing reads its memory."""
+        """Frees a shard of a gather that has failed, or that FSDP2 has dropped. Nothing reads its memory."""
         for token in shard.inner:
             token.untyped_storage().resize_(0)
         self._used.pop(shard, None)
 
     def note_freed(self, stream: Any) -> None:
-        """Of parameters that FSDP2 has freed: from now on their streams run nothing that reads them.
+        """Notes what FSDP2 has freed: from now on nothing that reads it is launched. stream: the caller's.
 
-        Frees those that FSDP2 has dropped unread. stream: of the caller.
+        Frees what FSDP2 has dropped unread.
         """
         for shard in [shard for shard in self._used if shard.gather.is_dropped and shard.is_there]:
             self.free(shard)
@@ -204,22 +202,22 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a module's whole parameters are to have memory."""
+    """Where a module's whole parameters have memory."""
 
     bank: Bank
     copied: bool  #: this rank's part, as FSDP2 keeps the whole after forward, while the part may change
 
 
 class Whole:
-    """All ranks' parts of an array, `array` (P * n, ...) or `parts` (P, n, ...), that has memory while FSDP2 says so.
+    """All ranks' parts of an array, `array` (P * n, ...) or `parts` (P, n, ...), which has memory while FSDP2 says so.
 
-    Where parts are whole pages of a GPU, `array` is addresses that have memory of a bank. At the place of this rank's
-    part they can have the memory that the other ranks read, so that it needs no copy: a copy within a GPU takes its
-    multiprocessors. Otherwise `array` has memory of torch.
+    Where parts are whole pages of a GPU, `array` is addresses that are mapped to memory of a bank. This rank's part of
+    them can be the memory that the other ranks read. It needs no copy then, which would take the GPU's multiprocessors.
+    Otherwise `array` has memory of torch.
     """
 
     def __init__(self, memory: Memory, part: Shared, place: Place, name: Any, remains: bool = False) -> None:
-        """part: this rank's. name: of the array in its module. remains: a small array, whose memory is never freed."""
+        """part: this rank's. name: the array's in its module. remains: a small array, whose memory is never freed."""
         own = part.own
         self._memory, self._name = memory, name
         self._at: tuple[Place, int] | None = None
@@ -238,7 +236,7 @@ class Whole:
         self.free()
 
     def move(self, part: Shared, place: Place, was_captured: bool) -> None:
-        """To a place, if it is not there, while nothing in it is needed. was_captured: in a CUDA graph."""
+        """Moves to a place while nothing here is needed. was_captured: a CUDA graph has the addresses."""
         if self._addresses is None or self._at == (place, part.own.data_ptr()):
             return
         if was_captured or is_captured(part.own.device):
@@ -259,7 +257,7 @@ class Whole:
         self._at, self.own_is_mapped = (place, part.own.data_ptr()), not place.copied
 
     def allocate(self, bank: Bank) -> None:
-        """Gives it memory, if it has none."""
+        """Gives the array memory, if it has none."""
         storage = self.freed_by_fsdp.untyped_storage()
         if self.is_there:
             return
@@ -290,7 +288,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def changed_in_a_graph() -> RuntimeError:
-    """The error of an all-gather in a CUDA graph whose memory has to change."""
+    """Returns the error of an all-gather in a CUDA graph whose memory has to change."""
     expected = "the order of gathers, and reshard_after_forward, of two steps before the capture, and after it"
     got = "others: call attach, run two steps, and capture again"
     return RuntimeError(f"CopyEngines: all-gather in a CUDA graph: expected {expected}, got {got}")

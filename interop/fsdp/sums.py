@@ -22,11 +22,11 @@ MOST_RANKS = 8  # whose parts the kernel adds
 
 
 class GradientSums:
-    """What the sums of the same ranks share: memory that the other ranks store parts in, of two turns.
+    """Memory that the other ranks store gradients in, of two turns, for all layers of the same ranks.
 
-    A rank tells the others when it has stored a layer's, and waits for them before it adds, on the stream of the
-    products. The others tell this rank of a layer after they have read what it stored for the layer before. So what it
-    has waited for lets it write the memory of the other turn again.
+    On the stream of the products a rank signals that it has stored a layer's gradients, and waits for the others'
+    signals before it adds. The others signal after they have read what this rank stored for the layer before. So a rank
+    that has waited may write the memory of the other turn again.
     """
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
@@ -34,10 +34,10 @@ class GradientSums:
         self._capture = 0  # in a CUDA graph, of the last sums
 
     def sum(self, weights: Mapping[str, tuple[Tensor, bool, "ShardReducer"]], pending: Any) -> None:
-        """Gives the reducers of "w1" and "w2", or of one of them, the sums of their gradients.
+        """Hands the reducers of "w1" and "w2", or of one of them, the sums of their gradients.
 
-        weights: each (E, M, N), whether the parameter's memory order is that of (E, N, M), and its owner. pending: of
-        `moe_backward_data`.
+        weights: each (E, M, N), whether the parameter's memory order is that of (E, N, M), and its reducer. pending:
+        what `moe_backward_data` returned.
         """
         needs, every = tuple(weights), others(self.rank, self.size)
         of_any, _, owner = weights[needs[0]]
@@ -93,7 +93,7 @@ class GradientSums:
         signal: Any,
         wait: Any,
     ) -> None:
-        """Where Hopper's kernels do not serve this rank, which the others need not know."""
+        """Sums on a rank that Hopper's kernels cannot serve, which the others need not know."""
         grads = mb.moe_backward_weights(pending, needs=needs)
         for name in needs:
             by_rank = getattr(grads, name).unflatten(0, (self.size, -1))
@@ -109,17 +109,17 @@ class GradientSums:
 
 
 def _in_order(array: Tensor, transposed: bool) -> Tensor:
-    """A packed array (..., M, N), or one whose memory order is that of (..., N, M)."""
+    """Returns a view of a packed array as (..., M, N), or one whose memory order is that of (..., N, M)."""
     if not transposed:
         return array
     return array.view(*array.shape[:-2], *array.shape[:-3:-1]).transpose(-1, -2)
 
 
 class ShardReducer:
-    """This rank's part of a parameter of E experts that FSDP2 shards."""
+    """Takes the summed gradient of this rank's part of a parameter of E experts that FSDP2 shards."""
 
     def __init__(self, sums: GradientSums, shard: Any, parameter: Parameter, group: Group) -> None:
-        """shard: `fsdp_gather.Shard`."""
+        """shard: a `gather.Shard`."""
         self.sums, self._parameter, self._group = sums, parameter, group
         self.numel, self.dtype = shard.whole.numel(), parameter.local.dtype
         self.sums_with = id(sums), id(group)
@@ -129,10 +129,10 @@ class ShardReducer:
         return self._parameter.is_whole(variable)
 
     def is_ready(self) -> bool:
-        """Whether it takes the gradient of this backward. What says so is to be the same on all ranks.
+        """Whether it takes the gradient of this backward, which all ranks decide alike.
 
-        False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does, or if
-        FSDP2 also reduces what a rank has no gradient of.
+        False while gradients add up on each rank, if a hook is to see what FSDP2 reduces, or if FSDP2 also reduces what
+        has no gradient.
         """
         return self._group.reduces_only_gradients and not self._parameter.has_other_gradients
 
@@ -146,9 +146,9 @@ class ShardReducer:
 
 
 def can_be_summed(parameter: Parameter, whole: Tensor, group: Group, size: int) -> bool:
-    """Whether the gradient of a parameter, whose dtype in products is that of `whole`, is summed so.
+    """Whether a parameter's gradient can be stored and summed by the products. whole: in the products' dtype.
 
-    It is not where other ranks have the same part, over which FSDP2 sums as well.
+    It cannot where other ranks have the same part, over which FSDP2 sums as well.
     """
     halves = torch.bfloat16, torch.float16
     dtypes = whole.dtype, torch.float32

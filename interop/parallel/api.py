@@ -61,7 +61,7 @@ def _check_layer(
     save: Any,
     experts: ExpertGroup,
 ) -> None:
-    """The layer's own checks, before any rank waits for another."""
+    """Makes the layer's own checks before any rank waits for another."""
     function = "expert_parallel_moe"
     checks.activation(function, activation)
     checks.one_of(function, "save", save, SAVE_POLICIES)
@@ -121,7 +121,7 @@ def _part(rows: Rows, part: slice) -> Rows:
 
 
 def _pieces(route: Route, local_ids: Tensor) -> Pieces:
-    """The rows that are computed together: all, or as many as `slots` of the group bounds."""
+    """Returns the rows that are computed together: all of them, or as many as `slots` of the group bounds."""
     experts, room, k = route.experts, route.room, route.k
     if room == 0:
         return [(0, 0, None)]
@@ -142,7 +142,7 @@ def _pieces(route: Route, local_ids: Tensor) -> Pieces:
 
 
 class Fp8Products(NamedTuple):
-    """The precision of products, and the weights for it; keep: what forward has made of them is kept for backward."""
+    """The precision of products, and the caller's weights for it. keep: backward keeps what forward has quantised."""
 
     precision: str | None
     given: Fp8Weights | None
@@ -155,12 +155,12 @@ class Fp8Products(NamedTuple):
         return made
 
     def kept(self, made: Fp8Weights | None) -> list[Tensor]:
-        """Of what `weights_of` returned, for `again`."""
+        """Returns what to save of `weights_of`'s result, for `again`."""
         keeps = made is not None and (self.keep or self.given is not None)
         return [getattr(made, field) for field in fp8_checks.FIELDS] if keeps else []
 
     def again(self, tensors: list[Tensor], w1: Any, w2: Tensor) -> tuple[Fp8Weights | None, list[Tensor]]:
-        """What `weights_of` returned in forward, and the tensors after those of `kept`."""
+        """Returns what `weights_of` returned in forward, and the saved tensors after those of `kept`."""
         number = len(fp8_checks.FIELDS)
         if self.precision is None:
             return None, tensors
@@ -171,7 +171,7 @@ class Fp8Products(NamedTuple):
 
 
 class _ExpertParallel(torch.autograd.Function):
-    """w1 arrives as gate and up; up is None where w1 is one tensor. into: where gradients are added, by weight."""
+    """The layer for autograd. up is None where w1 is one tensor. into: where gradients are added, by weight."""
 
     @staticmethod
     def forward(
@@ -244,7 +244,7 @@ class _ExpertParallel(torch.autograd.Function):
 
     @staticmethod
     def backward_at(ctx: Any, grad_out: Tensor | None, meet: Callable[[], None]) -> tuple[Tensor | None, ...]:
-        """meet: to be called when nothing of this rank's can fail before rows are on their way."""
+        """Computes the gradients. meet: called when nothing of this rank can fail before rows are on their way."""
         route: Route = ctx.route
         experts = route.experts
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
@@ -329,11 +329,11 @@ class _ExpertParallel(torch.autograd.Function):
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
+    """Clips as `torch.nn.utils.clip_grad_norm_`, for DTensors on several meshes too. Returns the norm of all.
 
     Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
-    ranks: give the experts of one rank as a DTensor, as otherwise each rank has its own norm, and clips by it.
-    All ranks call it with the same parameters in the same order, so not with a set.
+    ranks: give one rank's experts as a DTensor. All ranks call it with the same parameters in the same order, so not
+    with a set.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in (parameters,) if isinstance(parameters, Tensor) else parameters:
@@ -371,22 +371,21 @@ def expert_parallel_moe(
 
     x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
     "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
-    shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel, or
-    with route "pull" the rows. If it fails on a rank, that rank first does its part of the forward, then raises the
-    error. The other ranks get their results, and no error.
-    activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
+    shared: a function of x whose result is added, such as a shared expert. It is launched while the sizes travel, or
+    with route "pull" the rows. If it fails on a rank, that rank raises the error after its part of the forward, and the
+    others get their results.
+    activation, save: see `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
     save="recompute".
-    accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
+    accumulate_into_main_grad: see `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
     {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
-    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`, of this rank's experts.
-    keep_fp8_weights: as of `moeblaze_cupy.interop.torch.moe`. So is what torch.autocast does.
+    precision, fp8_weights: see `moeblaze_cupy.moe_forward`, for this rank's experts. keep_fp8_weights, and what
+    torch.autocast does: see `moeblaze_cupy.interop.torch.moe`.
     row_precision: the same on all ranks. None sends rows in x's dtype. "fp8", with precision="fp8", sends rows of x and
-    of out's gradient in e4m3 with a float32 scale for each token, half the bytes, and keeps those of x so. The output
-    and the gradients of x and weights are the same, as the products multiply these very numbers. But the gradients of
-    w1 and w2 are those of the e4m3 rows, rounded to bf16, in place of the rows. Results travel in x's dtype.
+    of out's gradient in e4m3 with a float32 scale for each token, and keeps those of x so. Only the gradients of w1 and
+    w2 change, which are then those of the e4m3 rows, rounded to bf16. Results travel in x's dtype.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
-    of all ranks, in the order of ranks. They are of the sum of all ranks' losses: divide these by all ranks' tokens.
+    of all ranks, in the order of ranks, for the sum of all ranks' losses.
     All ranks call it, forward and backward, equally often. There are no second derivatives.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.interop.parallel.exchange` does.
     """

@@ -33,7 +33,7 @@ SAME = (
 
 @contextmanager
 def named(what: str, group: Any) -> Iterator[None]:
-    """Errors of a collective in it become a RuntimeError that says which rank waited for what."""
+    """Turns errors of a collective within it into a RuntimeError that says which rank waited for what."""
     try:
         yield
     except RuntimeError as error:  # dist.DistBackendError and its kin are
@@ -64,7 +64,7 @@ def in_bytes(rows: Tensor) -> Tensor:
 
 
 def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], room: int, what: str, group: Any) -> Pending:
-    """Rows (n, columns), by rank, to their ranks; `room` rows are allocated for what comes, by rank, from row 0 on."""
+    """Sends rows (n, columns), by rank. The result has `room` rows, the first of which are what came, by rank."""
     rows = rows.contiguous()
     result, total = rows.new_empty((room, rows.shape[1])), sum(received)
     with named(what, group):
@@ -75,7 +75,7 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], room:
 
 
 def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
-    """Rows (n, columns) of all ranks, by rank: (P*n, columns). All have as many."""
+    """Gathers as many rows (n, columns) of each rank, by rank: (P*n, columns)."""
     rows, size = rows.contiguous(), dist.get_world_size(group)
     result = rows.new_empty((size * len(rows), *rows.shape[1:]))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -84,11 +84,18 @@ def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
     return Pending(result, work, what, group, rows)
 
 
+def gather_objects(value: Any, group: Any) -> list[Any]:
+    """Returns the values of all ranks, by rank. The hosts wait for each other."""
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, value, group=group)
+    return by_rank
+
+
 class PendingHeaders:
-    """A few integers of every rank, on the way to the host while the device works on."""
+    """The headers of all ranks, on the way to the host while the device works on."""
 
     def __init__(self, gathered: Pending, is_cuda: bool = False) -> None:
-        """gathered: (P, n) int64, of which each rank has given a row. is_cuda: on the device."""
+        """gathered: (P, n) int64, of which each rank has given a row. is_cuda: it is on the device."""
         self._pending: Pending | None = gathered
         self._arrived: Any = None
         if is_cuda:
@@ -104,7 +111,7 @@ class PendingHeaders:
             self._values, self._pending = self._pending.wait(), None
 
     def read(self) -> list[list[int]]:
-        """By rank. The host waits for them."""
+        """Returns the headers by rank. The host waits for them."""
         self.sent()
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -114,13 +121,13 @@ class PendingHeaders:
 
 @functools.lru_cache
 def number_of(activation: str | Activation) -> int:
-    """Of its name in ACTIVATIONS, and of its constants."""
+    """Returns a number of an activation's name and constants."""
     whole = activation if isinstance(activation, Activation) else Activation(activation)
     return ACTIVATIONS.index(whole.name) << CONSTANTS_BITS | zlib.crc32(repr(whole.constants).encode())
 
 
 def header(**values: int) -> list[int]:
-    """The values by name in the order of `SAME`, 0 for the others."""
+    """Returns the values in the order of `SAME`, 0 for those that are not given."""
     return [values.get(name, 0) for name in SAME]
 
 

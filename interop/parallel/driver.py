@@ -51,18 +51,18 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _location(device: int) -> bytes:
-    """A CUmemLocation."""
+    """Packs a CUmemLocation."""
     return struct.pack("=2i", _ON_DEVICE, device)
 
 
 def _properties(device: int, exported: bool = False) -> bytes:
-    """A CUmemAllocationProp: its kind, what other processes get, where it is, and 16 bytes that ask for nothing."""
+    """Packs a CUmemAllocationProp: kind, what other processes get, location, and 16 bytes that ask for nothing."""
     return struct.pack("=2i", _PINNED, _DESCRIPTOR if exported else 0) + _location(device) + bytes(16)
 
 
 @functools.cache
 def granularity(device: int) -> int:
-    """Bytes of whose multiples what is mapped begins and ends."""
+    """Returns the bytes of whose multiples mapped memory begins and ends."""
     found = ctypes.c_size_t()
     _call("cuMemGetAllocationGranularity", ctypes.byref(found), _properties(device), 0)
     return found.value
@@ -77,7 +77,7 @@ class Physical:
 
     @classmethod
     def new(cls, nbytes: int, device: int, exported: bool = False) -> "Physical":
-        """nbytes: a multiple of the granularity. exported: other processes may have it as well."""
+        """Takes memory. nbytes: a multiple of the granularity. exported: other processes may have it as well."""
         handle = ctypes.c_ulonglong()
         create = "cuMemCreate", ctypes.byref(handle), nbytes, _properties(device, exported), 0
         if _status(*create) == _OUT_OF_MEMORY:
@@ -89,7 +89,7 @@ class Physical:
         return cls(handle.value)
 
     def exported(self) -> int:
-        """A file's descriptor, which stands for it in other processes."""
+        """Returns a file's descriptor, which stands for the memory in other processes."""
         descriptor = ctypes.c_int()
         _call("cuMemExportToShareableHandle", ctypes.byref(descriptor), self.handle, _DESCRIPTOR, 0)
         return descriptor.value
@@ -102,10 +102,10 @@ class Physical:
 
 
 class Addresses:
-    """As many bytes of addresses of a GPU, of parts of equal size. The caller keeps the GPU from their use."""
+    """Addresses of a GPU for parts of equal size. The caller stops the GPU from using them before they end."""
 
     def __init__(self, parts: int, nbytes: int, device: int) -> None:
-        """nbytes: of a part, a multiple of the granularity."""
+        """nbytes: a part's, a multiple of the granularity."""
         while _to_free and not torch.cuda.is_current_stream_capturing():
             _free(*_to_free.pop())
         self._nbytes, self._device = nbytes, device
@@ -115,7 +115,7 @@ class Addresses:
         weakref.finalize(self, _free, self._start, nbytes, self._mapped, device).atexit = False
 
     def map(self, part: int, memory: Physical) -> None:
-        """From now on a part is a memory, of as many bytes."""
+        """Maps a part to a memory of as many bytes."""
         start = self._start + part * self._nbytes
         if self._mapped[part]:
             _call("cuMemUnmap", start, self._nbytes)
@@ -125,7 +125,7 @@ class Addresses:
         _call("cuMemSetAccess", start, self._nbytes, _location(self._device) + struct.pack("=i", _READ_WRITE), 1)
 
     def tensor(self) -> Tensor:
-        """uint8, of all parts, which are mapped. It keeps this."""
+        """Returns all parts, which are mapped, as one uint8 tensor that keeps this object."""
         made = torch.as_tensor(self, device=torch.device("cuda", self._device))
         if made.data_ptr() != self._start:  # torch would copy what the driver says is of another GPU
             raise RuntimeError(f"CopyEngines: memory: expected addresses of GPU {self._device}, got a copy")
@@ -152,7 +152,7 @@ def _free(start: int, nbytes: int, mapped: list[bool], device: int) -> None:
 
 
 def capture_of(stream: Any) -> int:
-    """The number of the capture in a CUDA graph that a stream of torch is in; 0 without one."""
+    """Returns the number of the capture in a CUDA graph that a stream of torch is in; 0 without one."""
     handle = getattr(stream, "cuda_stream", 0)
     if not handle:  # of the CPU, or the default stream, which cannot be captured
         return 0

@@ -35,28 +35,28 @@ class ExpertGroup(RankGroup):
     group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
     num_experts: E, a multiple of the group's size.
     route: "exact" sends just the rows that are needed, any number per rank, and reads P*(14+2P) integers on the host.
-    "static" sends `rows` rows from each rank to each, or L if that is None, which sends every row. It needs as many
-    tokens on all ranks, and on CUDA reads nothing on the host. "pull" is for GPUs that reach each other's memory, as by
-    NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index, with nothing packed.
-    The host reads nothing of the device, and tells the other ranks its sizes in memory that processes share. d is a
-    multiple of 8 then, and results take the memory of P times the rows of the rank with most tokens, once
-    for all layers that share the ExpertGroup. "auto" is "pull" if `slots` bounds the layer's memory, on_overflow is
-    "drop" or "raise", and the ranks' GPUs are of one host and can access each other's memory; otherwise it is "exact".
-    rows: of "static"; rows past it are dropped.
+    "static" sends `rows` rows from each rank to each, or all L if that is None. It needs as many tokens on all ranks,
+    and on CUDA reads nothing on the host. "pull" is for GPUs that reach each other's memory, as by NVLink: ranks read
+    the rows that they need by index in symmetric memory of torch. The host reads nothing of the device, and tells the
+    other ranks its sizes in memory that processes share. d is a multiple of 8 then, and results take the memory of P
+    times the rows of the rank with most tokens, once for all layers that share the ExpertGroup. "auto" is "pull" if
+    `slots` bounds the layer's memory, on_overflow is "drop" or "raise", and the GPUs are of one host and access each
+    other's memory; otherwise it is "exact".
+    rows: for "static"; rows past it are dropped.
     slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
     come in "exact", all P*L*k in the others.
-    on_overflow: what becomes of more slots or rows. "chunk", for "exact" alone and its default, computes received rows
-    in pieces of at most `slots` slots, which costs time but neither memory nor tokens. "drop" drops the last. "raise"
-    raises ValueError, in "exact" at once on all ranks, in the others, whose default it is, at a later call.
+    on_overflow: "chunk", for "exact" alone and its default, computes received rows in pieces of at most `slots` slots,
+    which costs time but neither memory nor tokens. "drop" drops the last slots or rows. "raise" raises ValueError, in
+    "exact" at once on all ranks, in the others, whose default it is, at a later call.
     keep_received: False sends received rows again in backward in place of keeping them.
     All ranks make the group with the same options, and call it equally often, with tokens or without.
     Raises TypeError, ValueError, or RuntimeError if other ranks do not answer.
     """
 
     def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor] | None]:
-        """The route of ids (L, k) as far as this rank knows it, and what gives (2P,) int64: rows, then slots.
+        """Returns the route of ids (L, k) as far as this rank knows it, and what gives (2P,) int64: rows, then slots.
 
-        Route "pull" counts none.
+        Route "pull" counts none, and has None.
         """
         if ids.dtype == torch.int64:  # ranks may have either; some would be ids of experts in 32 bits
             ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1).to(torch.int32)
@@ -105,9 +105,8 @@ class PendingExchange:
         check: Callable[[], Mapping[str, int]] = dict,
         rows_in_fp8: bool = False,
     ) -> None:
-        """check: raises an error for arguments of the caller's, which then reaches all ranks.
-
-        It returns what else is to be the same on all ranks, by its name in `SAME`. rows_in_fp8: rows travel in e4m3.
+        """check: raises an error for the caller's arguments, which then reaches all ranks, or returns what else is to
+        be the same on all ranks, by its name in `SAME`. rows_in_fp8: rows travel in e4m3.
         """
         if not isinstance(experts, ExpertGroup):
             raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
@@ -219,7 +218,7 @@ class _Collect(torch.autograd.Function):
 
 
 def required(*tensors: Sequence[Any]) -> int:
-    """A bit for each group of tensors of which gradients are to be computed."""
+    """Returns a bit for each group of tensors of which gradients are to be computed."""
     if not torch.is_grad_enabled():
         return 0
     return sum(
@@ -237,8 +236,8 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     that fill up have no ids.
     Raises ValueError on all ranks at once if their sizes, dtypes, devices, steps, call numbers or requires_grad differ,
     TypeError, and RuntimeError if a rank does not answer within the group's timeout, with "pull" within ten minutes.
-    With "static" on CUDA ranks are not compared, as the host would have to wait. So it is in backward and `collect`,
-    where "exact" on CUDA compares ranks if the memory of a host is theirs in common.
+    With "static" on CUDA ranks are not compared, as the host would have to wait, nor are they in backward and `collect`
+    of "exact" on CUDA, unless the ranks share memory of one host.
     """
     pending = PendingExchange(x, ids, weights, experts, required((x,), (weights,)))
     route = pending.finish()
@@ -252,9 +251,9 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
 
 @untraced
 def collect(y: Tensor, route: Route) -> Tensor:
-    """The results (n, d) of received rows to where these came from: (L, d), sums over ranks in their order.
+    """Sends the results (n, d) of received rows back to where these came from: (L, d), sums over ranks in their order.
 
-    y: differentiable, of the rows of `exchange`; those that only fill up are not read.
+    y: differentiable, a result for each row of `exchange`; those of rows that fill up are not read.
     Raises ValueError for another number of rows, and RuntimeError as `exchange` does.
     """
     if not isinstance(route, Route):

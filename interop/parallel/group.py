@@ -86,20 +86,20 @@ class RankGroup:
         self._read: list[tuple[Tensor, Any]] = []  # memory and events of those that have been read
 
     def has_passed(self, key: Any) -> bool:
-        """Whether `note_passed` was called with this key, of `runtime.key_of`."""
+        """Whether `note_passed` was called with this key of `runtime.key_of`."""
         try:
             return key in self._passed
         except TypeError:  # an option that is not hashable is not a valid one
             return False
 
     def note_passed(self, key: Any) -> None:
-        """Remembers that the arguments of a call passed its checks; forgets the others if they are many."""
+        """Remembers that a call's arguments passed the checks. Forgets the others if they are many."""
         if len(self._passed) >= MAX_PASSED:
             self._passed.clear()
         self._passed.add(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RankGroup":
-        """Itself: a process group has no copies, and the ranks count the calls of all layers of one ExpertGroup."""
+        """Returns itself: a process group has no copies, and ranks count the calls of all layers of one ExpertGroup."""
         return self
 
     def meet(self, step: str, call: int = 0, requires_grad: int = 0, failed: bool = False) -> None:
@@ -131,21 +131,20 @@ class RankGroup:
 
     @property
     def local_experts(self) -> int:
-        """E/P."""
+        """The number of this rank's experts, E/P."""
         return self.num_experts // self.size
 
     def _agree(self, gpu: Any) -> int:
-        """Raises ValueError on all ranks if their options differ; returns the group's number, and decides on "auto".
+        """Raises ValueError on all ranks if their options differ. Returns the group's number, and decides on "auto".
 
-        gpu: what `this_gpu` tells of this rank's, or None where "auto" is "exact".
+        gpu: what `this_gpu` returned, or None where "auto" is "exact".
         """
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
         options = {name: getattr(self, name) for name in names}
         self.meet("options of ExpertGroup")
         here = options | {"numbers": RankGroup._numbers, "gpu": gpu}
-        by_rank: list[Any] = [None] * self.size
         with collectives.named("options of ExpertGroup", self.group):
-            dist.all_gather_object(by_rank, here, group=self.group)
+            by_rank = collectives.gather_objects(here, self.group)
         # Ranks may have made unequally many groups with others, so it is the highest of all that counts.
         RankGroup._numbers = 1 + max(other["numbers"] for other in by_rank)
         for name in options:
@@ -177,7 +176,7 @@ class RankGroup:
         self._overflows.append((dropped, arrived, self.calls))
 
     def check_overflow(self) -> None:
-        """Raises ValueError for what an earlier call has dropped, as far as that is known. Never waits.
+        """Raises ValueError for what an earlier call has dropped, as far as the host knows. It never waits.
 
         Calls are launched ahead of the GPU, so several counts may be on their way.
         """
@@ -195,7 +194,7 @@ class RankGroup:
 
 
 def backend_of(group: Any) -> tuple[bool, tuple[str, ...]]:
-    """Whether the group is on NCCL, and the kinds of devices whose tensors it carries, first NCCL's or else the CPU."""
+    """Whether the group is on NCCL, and the kinds of devices that it carries, NCCL's or else the CPU first."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if backends.get("cuda") != "nccl" or not torch.cuda.is_available():  # both may be configured without a GPU
         return False, tuple(device for device in collectives.DEVICES if backends.get(device, "nccl") != "nccl")
@@ -203,7 +202,7 @@ def backend_of(group: Any) -> tuple[bool, tuple[str, ...]]:
 
 
 def this_gpu() -> tuple[str, str, list[str]]:
-    """This process's host, its GPU, and the GPUs whose memory this GPU can access."""
+    """Returns this process's host, its GPU, and the GPUs whose memory this GPU can access."""
     here, devices = torch.cuda.current_device(), range(torch.cuda.device_count())
     names = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
     others = [names[i] for i in devices if i != here and torch.cuda.can_device_access_peer(here, i)]
@@ -211,7 +210,7 @@ def this_gpu() -> tuple[str, str, list[str]]:
 
 
 def reach_each_other(gpus: list[Any]) -> bool:
-    """Whether the GPUs of all ranks can read each other's memory. gpus: what `this_gpu` told on each rank, or None."""
+    """Whether all ranks' GPUs can read each other's memory. gpus: what `this_gpu` returned by rank, or None."""
     if None in gpus or len({host for host, _, _ in gpus}) > 1:
         return False
     names = [name for _, name, _ in gpus]

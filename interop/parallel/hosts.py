@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moeblaze_cupy.interop.parallel import collectives, private
-from moeblaze_cupy.interop.parallel.collectives import Pending, PendingHeaders
+from moeblaze_cupy.interop.parallel.collectives import Pending, PendingHeaders, gather_objects
 
 CALL_BITS = 16  # the lowest of a word
 LINE_WORDS = 8  # of a cache line; no two ranks write to one
@@ -45,9 +45,9 @@ class HostMemory:
     """
 
     def __init__(self, file: int, words: int, timeout: float, group: Any) -> None:
-        """file: a descriptor of what `make_file` made, which is closed with this, or by an error of this.
+        """file: a descriptor that `make_file` made. It is closed with this object, or by its error. words: a row's.
 
-        words: of a row. timeout: in seconds. Raises OSError or ValueError.
+        timeout: in seconds. Raises OSError or ValueError.
         """
         self.calls, self._words, self._timeout, self._group = 0, words, timeout, group
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -70,9 +70,10 @@ class HostMemory:
         os.close(self._file)
 
     def send(self, values: Sequence[int], what: str) -> "HostHeaders":
-        """Tells the other ranks these values, as many in each call; waits for them only if the last call was not read.
+        """Gives the other ranks these values, as many in each call.
 
-        what: names the call in errors. Raises ValueError for values that do not fit, and RuntimeError as `HostHeaders`.
+        It waits for the last call's answers if these were not read. what: names the call in errors. Raises ValueError
+        for values that do not fit, and RuntimeError as `HostHeaders`.
         """
         largest = (1 << (63 - CALL_BITS)) - 1
         if len(values) != self._words or not 0 <= min(values) <= max(values) <= largest:
@@ -91,7 +92,7 @@ class HostMemory:
         return self._last
 
     def wait(self, what: str) -> list[list[int]]:
-        """By rank, what all have told in the last call. Raises RuntimeError as `HostHeaders`."""
+        """Returns by rank what all have sent in the last call. Raises RuntimeError as `HostHeaders`."""
         with collectives.named(what, self._group):
             if self._error:
                 raise RuntimeError(self._error)
@@ -133,7 +134,7 @@ class HostMemory:
         return [found[rank] for rank in range(len(rows))]
 
     def _read(self, rows: Sequence[memoryview], ranks: Sequence[int]) -> dict[int, list[int]]:
-        """By rank, the values of those that have written all."""
+        """Returns by rank the values of those that have written all."""
         mask, found = (1 << CALL_BITS) - 1, {}
         for rank in ranks:
             words: list[int] = rows[rank].tolist()
@@ -150,19 +151,19 @@ class HostMemory:
 
 
 class HostHeaders:
-    """What the ranks tell in one call of `HostMemory`. It is read before the next call is sent."""
+    """What the ranks send in one call of `HostMemory`. It is read before the next call is sent."""
 
     def __init__(self, memory: HostMemory, what: str) -> None:
         self._memory, self._what = memory, what
         self._values: list[list[int]] | None = None
 
     def sent(self) -> None:
-        """The values are where the other ranks read them, also after the end of this process."""
+        """Does nothing: the values are where the other ranks read them, even after the end of this process."""
 
     def read(self) -> list[list[int]]:
-        """By rank. The host waits for them.
+        """Returns the values by rank. The host waits for them.
 
-        Raises RuntimeError if a rank does not answer in time, has ended or failed to get answers itself.
+        Raises RuntimeError if a rank does not answer in time, has ended, or failed to get answers itself.
         """
         if self._values is None:
             self._values = self._memory.wait(self._what)
@@ -170,18 +171,18 @@ class HostHeaders:
 
 
 class HostGloo:
-    """The same over gloo, where ranks share no memory."""
+    """Sends the same over gloo, where ranks share no memory."""
 
     def __init__(self, number: int, timeout: float, group: Any) -> None:
         """number: of the first ExpertGroup that asks."""
         self._group, self._backend = group, private.gloo_backend(f"moeblaze_cupy/{number}", timeout, group)
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends gloo's threads."""
         self._backend = None
 
     def send(self, values: Sequence[int], what: str) -> PendingHeaders:
-        """Tells the other ranks these values, as many on each. what: names the call in errors."""
+        """Gives the other ranks these values, as many on each. what: names the call in errors."""
         here = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         by_rank = here.new_empty((self._backend.size(), len(values)))
         with collectives.named(what, self._group):
@@ -190,18 +191,17 @@ class HostGloo:
 
 
 def connected(group: Any) -> HostMemory | HostGloo | None:
-    """What `connect` has made for the group."""
+    """Returns what `connect` has made for the group."""
     return _hosts.get(group)
 
 
 def connect(
     number: int, words: int, timeout: float, group: Any, only_memory: bool = False
 ) -> HostMemory | HostGloo | None:
-    """That of a group, made once; memory if all ranks can map it. A collective call.
+    """Returns the connection of a group, made once: memory if all ranks can map it. All ranks call it together.
 
-    number: of the ExpertGroup that asks. words: integers that a rank tells in a call. timeout: of a call, in seconds.
-    only_memory: None in place of gloo.
-    Raises RuntimeError if other ranks do not answer.
+    number: of the ExpertGroup that asks. words: integers that a rank sends in a call. timeout: a call's, in seconds.
+    only_memory: None in place of gloo. Raises RuntimeError if other ranks do not answer.
     """
     if group not in _hosts:
         for ended in [known for known in _hosts if not private.is_alive(known)]:
@@ -217,7 +217,7 @@ def connect(
 
 
 def share_memory(words: int, timeout: float, group: Any) -> HostMemory | None:
-    """Memory of the group, or None on all ranks if one cannot map it. A collective call.
+    """Returns memory of the group, or None on all ranks if one cannot map it. All ranks call it together.
 
     The first rank makes its file, which has no place in any folder, so that nothing is left whichever rank ends when.
     The others open it by its descriptor in the first rank's process.
@@ -228,18 +228,18 @@ def share_memory(words: int, timeout: float, group: Any) -> HostMemory | None:
             file = make_file(name, words, dist.get_world_size(group))
     memory = None
     path = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
-    path, name = _tell((path, name), group)[0]
+    path, name = gather_objects((path, name), group)[0]
     if path is not None:
         with suppress(OSError, ValueError):  # as in a container of its own, or of another user
             memory = HostMemory(open_file(path, name) if file is None else file, words, timeout, group)
-    if not all(_tell(memory is not None, group)) and memory is not None:
+    if not all(gather_objects(memory is not None, group)) and memory is not None:
         memory.close()
         memory = None
     return memory
 
 
 def make_file(name: str, words: int, size: int) -> int:
-    """The descriptor of a new file in memory. Raises OSError if there is no room."""
+    """Returns the descriptor of a new file in memory. Raises OSError if there is no room."""
     file = os.memfd_create(name)
     try:
         # Memory is taken now. A write to a mapped page without any would end the process.
@@ -251,24 +251,17 @@ def make_file(name: str, words: int, size: int) -> int:
 
 
 def open_file(path: str, name: str) -> int:
-    """Raises OSError unless `make_file` made it by this name, as elsewhere the path may be of another process."""
+    """Opens what `make_file` made by this name. Raises OSError for another file, as of another container's process."""
     if name not in os.readlink(path):
         raise FileNotFoundError(path)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _lines(words: int) -> int:
-    """The words of the cache lines that hold a row."""
+    """Returns the words of the cache lines that hold a row."""
     return -(-words // LINE_WORDS) * LINE_WORDS
 
 
 def _nbytes(words: int, size: int) -> int:
-    """Of two slots with a row for each rank."""
+    """Returns the bytes of two slots with a row for each rank."""
     return 8 * 2 * size * _lines(words)
-
-
-def _tell(value: Any, group: Any) -> list[Any]:
-    """By rank."""
-    by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, value, group=group)
-    return by_rank

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moeblaze_cupy.interop.parallel import collectives
+from moeblaze_cupy.interop.parallel.collectives import gather_objects
 from moeblaze_cupy.interop.parallel.driver import Addresses, Physical
 
 Tensor = torch.Tensor
@@ -23,9 +24,9 @@ MAX_DESCRIPTORS = 253  # of a message, by the kernel
 
 
 class Descriptors:
-    """Descriptors of files that the ranks of a group, which are on one host, give each other. A collective call.
+    """Sockets by which the ranks of a group, on one host, give each other descriptors. All ranks make them together.
 
-    A rank has a socket for each other rank, connected to that rank's socket for this one. The kernel then takes
+    A rank has a socket for each other rank, connected to that rank's socket for this one. From then on the kernel takes
     messages from that socket alone. Other processes may have filled its queue before, so it is emptied once. No socket
     has a file.
     """
@@ -39,7 +40,7 @@ class Descriptors:
         for rank, of_rank in self._sockets.items():
             of_rank.bind(names[rank])
         with collectives.named("descriptors of CopyEngines", group):
-            every = _all_gather(names, group)
+            every = gather_objects(names, group)
             failed: OSError | None = None
             try:
                 for rank, of_rank in self._sockets.items():
@@ -48,12 +49,12 @@ class Descriptors:
                     of_rank.settimeout(TIMEOUT_S)
             except OSError as error:
                 failed = error
-            told = _all_gather(failed and str(failed), group)  # no rank sends before all are connected
+            told = gather_objects(failed and str(failed), group)  # no rank sends before all are connected
             if any(told):
                 raise RuntimeError(f"sockets of ranks were not connected: {told} by rank") from failed
 
     def swap(self, descriptor: int) -> list[int]:
-        """By rank, the descriptors of all, which this rank then closes. A collective call."""
+        """Returns all ranks' descriptors by rank, which the caller closes. All ranks call it together."""
         every = {self._rank: descriptor}
         with collectives.named("descriptors of CopyEngines", self._group):
             try:
@@ -66,13 +67,6 @@ class Descriptors:
                     os.close(of_rank)
                 raise RuntimeError(str(error)) from error
         return [every[rank] for rank in range(self._size)]
-
-
-def _all_gather(value: Any, group: Any) -> list[Any]:
-    """By rank."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, value, group=group)
-    return every
 
 
 def _empty(connected: socket.socket) -> None:
@@ -91,7 +85,7 @@ def _close(sockets: Sequence[socket.socket]) -> None:
 
 
 class Pages:
-    """Memory of this rank, of which every rank has as much. A collective call.
+    """Memory of this rank that the others map, as many bytes of each. All ranks make it together.
 
     nbytes: a multiple of `driver.granularity`.
     """

@@ -17,12 +17,12 @@ MAX_VIEWS = 64  # that are kept, of arrays of sizes that come again
 
 
 def others(rank: int, size: int) -> list[int]:
-    """The other ranks, from the next one on, so that not all read from one at once."""
+    """Returns the other ranks, from the next one on, so that not all read from one at once."""
     return [other % size for other in range(rank + 1, rank + size)]
 
 
 def shared_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
-    """uint8 memory that all ranks of a group can read, and its handle. A collective call, for which the host waits."""
+    """Returns uint8 memory that all ranks of a group can read, and its handle. All ranks' hosts wait in it."""
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     # Its barriers' signals are zeroed on the stream. A rank that comes late to that would lose a signal of another,
     # which may set it as soon as all have met, and wait for it for ever.
@@ -37,7 +37,7 @@ class _Buffer(NamedTuple):
 
 
 class PeerTensor(NamedTuple):
-    """An array that all ranks have offered."""
+    """A tensor that all ranks have offered."""
 
     array: PeerArray  #: for kernels
     at: list[Tensor]  #: for copies, by rank
@@ -47,8 +47,8 @@ class Peers:
     """Buffers of this rank, one by kind, that all ranks of a group can read.
 
     All ranks offer arrays of the same sizes in the same order. A rank reads what was offered before it offers anything
-    else. So once a barrier has come after that of an offer, the buffer is no longer read, and can be written, by its
-    rank or by others. A call on another stream than that of the call before has its stream wait for that one.
+    else. So once a barrier has come after that of an offer, nobody reads the buffer, and any rank may write it. A call
+    on another stream than the call before has its stream wait for that one.
     """
 
     def __init__(self, group: Any) -> None:
@@ -65,21 +65,21 @@ class Peers:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers. torch.cuda counts no symmetric memory."""
+        """The bytes of the buffers. torch.cuda counts no symmetric memory."""
         return sum(len(buffer.memory) for buffer in self._buffers.values())
 
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
-        """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
+        """Returns arrays of these shapes and dtypes in the buffer, to be written and then offered."""
         self.follow(device)
         if self._read == kind:  # likewise, or a shared expert offers too, or the last call had nothing more to offer
             self.close()
         return self.arrays(kind, forms, device)[0]
 
     def offer(self, kind: str, tensors: Sequence[Tensor], rows: int) -> list[PeerTensor]:
-        """Has all ranks read these tensors, which may be in their room already; waits on the stream until all offer.
+        """Has all ranks read these tensors, which may be in their room already. The stream waits until all offer.
 
-        rows: of each array, as many on all ranks. A tensor may have fewer; the others' contents are then undefined.
-        What is not there is copied. The arrays hold until the next offer of the kind.
+        rows: of each array, as many on all ranks. A tensor may have fewer; the others' contents are then undefined. The
+        returned arrays hold until the next offer of the kind.
         """
         forms = tuple(((rows, *tensor.shape[1:]), tensor.dtype) for tensor in tensors)
         for place, tensor in zip(self.room(kind, forms, tensors[0].device), tensors, strict=True):
@@ -92,10 +92,10 @@ class Peers:
         return self._views[kind, forms][1]
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Starts copies (to, source) beside what the stream does next; what it returns has the stream wait for them.
+        """Starts copies (to, source) beside what the stream does next. What it returns has the stream wait for them.
 
-        They run on the GPU's copy engines, so that no multiprocessor is taken from products. Before the next barrier
-        the stream waits for them, as others may then write what they read.
+        They run on the GPU's copy engines, so they take no multiprocessor from products. The stream waits for them
+        before the next barrier, as others may then write what they read.
         """
         device = pairs[0][0].device
         if self._beside is None:
@@ -114,7 +114,7 @@ class Peers:
         self._copying = False
 
     def by_rank(self, rows: Tensor, each: int) -> PeerArray:
-        """Rows (P * each, d) of this rank's memory as an array (each, d) of every rank, which has stored it there.
+        """Returns rows (P * each, d) of this rank's memory, which the ranks have stored, as an array (each, d) of each.
 
         The host does not wait for the table of addresses.
         """
@@ -135,7 +135,7 @@ class Peers:
         return PeerArray(table, 0, str(rows.dtype).removeprefix("torch."))
 
     def follow(self, device: torch.device) -> None:
-        """Has the current stream wait for another one that the last call was on, and for all that is in it by now.
+        """Has the current stream wait for all that is in the stream of the last call.
 
         Not across a capture in a CUDA graph, which `torch.cuda.graph` begins when the GPU is idle.
         """
@@ -145,21 +145,21 @@ class Peers:
         self._stream = stream
 
     def close(self) -> None:
-        """Waits on the stream until all ranks have read what was offered last."""
+        """Has the stream wait until all ranks have read what was offered last."""
         if self._read is not None:
             self._barrier(self._read)
             self._read = None
 
     def meet(self) -> None:
-        """Waits on the stream until all ranks are here, after which they read nothing that was offered."""
+        """Has the stream wait until all ranks are here. They then read nothing that was offered before."""
         for kind in list(self._buffers)[:1]:
             self._barrier(kind)
         self._read = None
 
     def signal(self, kind: str, channel: int) -> None:
-        """Tells the other ranks, when the stream comes here, that this one has stored what it had to in their buffers.
+        """Signals the other ranks, in the stream's order, that this one has stored what it had to in their buffers.
 
-        channel: from 1 on. They are to `wait` for it as often.
+        channel: from 1 on. They `wait` for it as often.
         """
         handle = self._buffers[kind].handle
         for rank in others(handle.rank, handle.world_size):
@@ -206,7 +206,7 @@ class Peers:
         return views, arrays
 
     def _grow(self, kind: str, nbytes: int, device: torch.device) -> None:
-        """A collective call, which waits for the other ranks on the host."""
+        """Makes a larger buffer. All ranks call it together, and their hosts wait."""
         if torch.cuda.is_current_stream_capturing():
             expected = "a step that has run before its capture in a CUDA graph"
             raise RuntimeError(f"exchange: memory: expected {expected}, got one that needs {nbytes} bytes more")

@@ -28,10 +28,10 @@ COPIED_SHARE = 0.75
 
 
 class PullRoute(Route):
-    """Rows that ranks pull. Two buffers take turns, as tokens are offered, then results, then tokens again.
+    """Rows that ranks pull. Two buffers take turns: tokens are offered, then results, then tokens again.
 
-    Where `one_by_one` is set the caller decides on the order. Such steps share a buffer of their own, and each ends
-    with a barrier.
+    Steps that are `one_by_one`, whose order the caller decides on, share a buffer of their own, and each ends with a
+    barrier.
     """
 
     begins_early = True
@@ -43,7 +43,7 @@ class PullRoute(Route):
         self.expect([len(ids)] * experts.size)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """tokens: of each rank. Where they differ their room is of a size that comes again."""
+        """tokens: each rank's. Where they differ their room has a size that comes again."""
         most = max(tokens)
         self.rows = most if min(tokens) == most else launch_config.size_class(most)  #: M, of each rank's tokens
         self.arriving = [self.rows] * len(tokens)
@@ -66,7 +66,8 @@ class PullRoute(Route):
     def _copy(self, offered: Sequence[PeerTensor], rows: Rows) -> Callable[[], None]:
         """Starts to copy the rows of all ranks' tokens into (room, columns).
 
-        offered: of the rows, or of `Fp8Rows` the values and the scales. What it returns has the stream wait for them.
+        offered: the rows, or the values and the scales of `Fp8Rows`. What it returns has the stream wait for the
+        copies.
         """
         here, ranks = self.experts.rank, self.experts.size
         pairs = []
@@ -81,7 +82,7 @@ class PullRoute(Route):
         return wait
 
     def _pull(self, offered: Sequence[PeerTensor], rows: Rows) -> None:
-        """Has a kernel read the rows that are needed; offered: as of `_copy`."""
+        """Has a kernel read the rows that are needed. offered: as for `_copy`."""
         if isinstance(rows, Fp8Rows):
             values, scales = offered
             mb_rows.pull_scaled_rows(values.array, scales.array, self._needed, rows)
@@ -153,7 +154,7 @@ class PullRoute(Route):
         return received
 
     def _arrive(self, wait: Callable[[], None] | None) -> None:
-        """Sets the route's `wait`, or waits; wait: what `_copy` returned, None without copies."""
+        """Sets the route's `wait`, or waits. wait: what `_copy` returned, None without copies."""
         if wait is not None and self.one_by_one:
             wait()
         else:
@@ -181,7 +182,7 @@ class PullRoute(Route):
         return self._back(grads)
 
     def _back(self, results: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Offers results of received rows, and gives a function that brings those of this rank's tokens."""
+        """Offers results of received rows. Returns a function that brings those of this rank's tokens."""
         taken = {name: rows.new_empty((self.num_tokens, rows.shape[1])) for name, rows in results.items()}
         if not self.rows:
             return lambda: taken
@@ -218,7 +219,7 @@ class PullRoute(Route):
         return self._destination(tuple(by_name[name] for name in needs), needs.index("x"))
 
     def _destination(self, forms: tuple[Form, ...], which: int) -> RemoteOutput | None:
-        """`which` of the arrays of these forms is for the rows; all ranks have them in their buffers of results."""
+        """Returns a destination for array `which` of these forms, which all ranks have in their buffers of results."""
         if not self.rows or self.one_by_one or not self.ids.is_cuda:
             return None
         peers, device, share = self.experts.peers, self.ids.device, self._share

@@ -46,26 +46,26 @@ class Route:
 
     @property
     def received(self) -> int:
-        """Rows from all ranks."""
+        """The number of rows from all ranks."""
         return sum(self.arriving)
 
     @property
     def room(self) -> int:
-        """Rows of the buffer they are in, a size that comes again in other steps."""
+        """The number of rows of their buffer, a size that comes again in other steps."""
         return self.received if self.has_fixed_room else launch_config.size_class(self.received)
 
     @cached_property
     def choices(self) -> Tensor:
-        """(E,) int64: this rank's slots per expert; their sum over ranks feeds bias rules of the router.
+        """(E,) int64: this rank's slots per expert. Their sum over ranks feeds bias rules of the router.
 
-        Counted when it is first asked for, from the ids as they are then. `exchange` with route "pull" has a copy.
+        They are counted when first asked for, from the ids as they are then. `exchange` with route "pull" has a copy.
         """
         counts: Tensor = mb.tokens_per_expert(self.ids, self.experts.num_experts)
         return counts[0].to(torch.int64)
 
     @property
     def dropped(self) -> Tensor:
-        """(1,) int64: rows and slots that found no place."""
+        """(1,) int64: the rows and slots that found no place."""
         return self.ids.new_zeros(1, dtype=torch.int64) if self.counted is None else self.counted
 
     def count_dropped(self, more: Tensor) -> None:
@@ -73,25 +73,25 @@ class Route:
         self.counted = more.to(torch.int64, copy=True) if self.counted is None else self.counted + more
 
     def meet(self, step: str, requires_grad: int = 0, failed: bool = False) -> None:
-        """See `RankGroup.meet`."""
+        """Calls `RankGroup.meet` for this call."""
         self.experts.meet(step, self.call, requires_grad, failed)
 
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
-        """Starts `receive` of the same arguments, which is called once the stream waits: see what this returns.
+        """Starts `receive` of the same arguments. What it returns has the stream wait for rows that are under way.
 
         Until then rows travel beside what the stream does. `receive` alone does all of it.
         """
         raise NotImplementedError
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
-        """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k).
+        """Returns rows (room, d), local ids (room, k) int32, -1 for other ranks' experts, and router weights (room, k).
 
         The rows are `Fp8Rows` if `rows_in_fp8`. They may be on their way: see `wait`.
         """
         raise NotImplementedError
 
     def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
-        """The gradients of results (room, d), of (L, d), and the rows of x once more where they are not kept.
+        """Returns gradients of results (room, d), from (L, d), and again the rows of x where they are not kept.
 
         The gradients may be on their way: see `wait`.
         """
@@ -105,35 +105,34 @@ class Route:
         raise NotImplementedError
 
     def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Starts the way back of gradients of received rows: "x" (room, d) and "weights" (room, k), one, or none.
+        """Starts the way back of gradients of received rows: "x" (room, d), "weights" (room, k), both or none.
 
-        "x" is `landing` of `remote_gradients` if it is stored there.
-
-        What it returns gives them by name: of x the sums over ranks (L, d), of each slot its rank's (L, k).
+        What it returns gives them by name: for x the sums over ranks (L, d), for each slot its rank's (L, k). "x" is
+        `landing` of `remote_gradients` if it is stored there.
         """
         raise NotImplementedError
 
     def remote_results(self, d: int, dtype: torch.dtype) -> RemoteOutput | None:
-        """Where the layer stores its results on CUDA, if not in an array."""
+        """Returns where the layer stores its results on CUDA, if not in an array."""
         return None
 
     def remote_gradients(
         self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor
     ) -> RemoteOutput | None:
-        """Where the layer stores the gradient of x on CUDA, if not in an array.
+        """Returns where the layer stores the gradient of x on CUDA, if not in an array.
 
         needs: the gradients that there will be. weights: those received.
         """
         return None
 
     def zero_padding(self, rows: Tensor) -> Tensor:
-        """Zeros in rows that only fill the buffer up, or were not asked for."""
+        """Zeros the rows that only fill the buffer up, or were not asked for."""
         rows[self.received :] = 0
         return rows
 
 
 class SentRoute(Route):
-    """Rows that collectives send: "exact" or "static"."""
+    """Rows that collectives send, with route "exact" or "static"."""
 
     def __init__(
         self,
@@ -155,12 +154,12 @@ class SentRoute(Route):
         return f"all-to-all of {name} (call {self.call}, rows sent {self.sent}, expected {self.arriving})"
 
     def _send(self, x: Tensor, name: str) -> Pending:
-        """Rows of tokens (L, columns) to the ranks that need them; the result has `room` rows."""
+        """Sends rows of tokens (L, columns) to the ranks that need them. The result has `room` rows."""
         chosen, group = x.index_select(0, self.tokens), self.experts.group
         return collectives.all_to_all(chosen, self.sent, self.arriving, self.room, self._what(name), group)
 
     def _send_rows(self, rows: Tensor, name: str) -> Callable[[], Rows]:
-        """As `_send`, in e4m3 if `rows_in_fp8`; what this returns waits for them."""
+        """Sends rows, in e4m3 if `rows_in_fp8`. What it returns waits for them."""
         if not self.rows_in_fp8:
             return self._send(rows, name).wait
         quantized = Fp8Rows(
@@ -172,7 +171,7 @@ class SentRoute(Route):
         return lambda: Fp8Rows(values.wait(), scales.wait()[:, 0])
 
     def _give_back(self, rows: Tensor, name: str) -> Pending:
-        """Results of received rows (room, columns) to where the rows came from; the result has a row per row sent."""
+        """Sends results of received rows (room, columns) back. The result has a row for each row sent."""
         group, what = self.experts.group, self._what(name)
         return collectives.all_to_all(rows[: self.received], self.arriving, self.sent, sum(self.sent), what, group)
 
@@ -217,14 +216,14 @@ class SentRoute(Route):
         return lambda: {name: take[name](of_name.wait()) for name, of_name in pending.items()}
 
     def _sum(self, returned: Tensor) -> Tensor:
-        """(L, columns): of each token the rows that came back, added in the order of ranks, in fp32 or wider."""
+        """Returns (L, columns): each token's rows that came back, added in the order of ranks, in fp32 or wider."""
         if self._places is None:
             self._places = self.positions.T.to(torch.int32).contiguous()
         total: Tensor = mb.sum_rows(returned, self._places)
         return total
 
     def _slots_of(self, returned: Tensor) -> Tensor:
-        """(L, k): what each slot's rank gave back in the slot's column; 0 for slots without an expert."""
+        """Returns (L, k): what each slot's rank gave back in the slot's column; 0 for slots without an expert."""
         shape = self.num_tokens, self.k
         if not len(returned):
             return returned.new_zeros(shape)
@@ -236,7 +235,7 @@ class SentRoute(Route):
 
 
 def sent_route(ids: Tensor, experts: RankGroup) -> tuple[SentRoute, Callable[[], Tensor]]:
-    """The route as far as this rank knows it, and what gives (2P,) int64: rows, then slots, for each rank."""
+    """Returns the route as far as this rank knows it, and what gives (2P,) int64: rows, then slots, by rank."""
     L, P, E, device = len(ids), experts.size, experts.num_experts, ids.device
     wide = ids.to(torch.int64)
     present = (wide >= 0) & (wide < E)  # (L, k)

@@ -29,11 +29,11 @@ def register(
     """Registers the layer with transformers as `experts_implementation=name`. The import does so with the defaults.
 
     save: a save policy of `moeblaze_cupy.moe_forward`, for models in training.
-    keep_saved: as of `moe`: whether a second backward through the same graph works.
-    precision: None, or "fp8" as of `moe`. Every forward quantises the weights, also if it is compiled, captured in a
-    CUDA graph or run on weights that FSDP2 gathered, unless `quantize_weights` has the model hold them. Backward uses
-    the same e4m3 weights; with save="recompute" it quantises again. Experts that e4m3 does not serve raise the errors
-    of `moe`: nothing falls back.
+    keep_saved: whether a second backward through the same graph works, as in `moe`.
+    precision: None, or "fp8" as in `moe`. Every forward quantises the weights, in compiled code, in CUDA graphs and on
+    weights that FSDP2 gathered too, unless `quantize_weights` has the model hold them. Backward uses the same e4m3
+    weights; with save="recompute" it quantises again. Experts that e4m3 does not serve raise the errors of `moe`:
+    nothing falls back.
     fallback: True runs experts that the layer cannot compute as "grouped_mm", with one warning that names the class and
     the reason. False raises NotImplementedError. None reads the environment variable MOEBLAZE_FALLBACK: "0" means
     False.
@@ -80,11 +80,11 @@ def _falls_back(fallback: bool | None) -> bool:
 def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str, ...]:
     """Quantises the experts' weights of a model once, for precision="fp8": all forwards use them until the next call.
 
-    It is as `MoE.quantize_weights`: forwards do not see what is written to the parameters meanwhile, and modules with
+    As with `MoE.quantize_weights`, forwards do not see what is written to the parameters meanwhile, and modules with
     adapters of peft hold nothing.
     hold: False ends it, and every forward quantises again.
-    Returns the names of the modules that hold weights. Such can be those whose experts implementation was registered
-    with precision="fp8", and those that `patch` serves with it.
+    Returns the names of the modules that hold weights: those whose implementation was registered with precision="fp8",
+    and those that `patch` serves with it.
     Raises ValueError if the model has none of these, RuntimeError for parameters that are DTensors, NotImplementedError
     for experts that the layer cannot compute, and the errors of `moeblaze_cupy.quantize_weights`.
     """
@@ -124,12 +124,11 @@ def patch(
 
     It replaces the forward of every DbrxExperts, Llama4TextExperts, JetMoeMoE, LongcatFlashExperts and Step3p7Experts
     within the model, and of every Llama4TextMoe around such experts, on the instance. Weights stay where they are.
-    Another call changes only the options.
-    It also finds the formulas of modules whose experts implementation is "moeblaze", so that parts of a model that are
-    compiled one by one share their graphs.
-    save, keep_saved, precision: as of `register`, which decides for modules that transformers dispatches.
-    fallback: as of `register`. A module that cannot be served keeps its forward, with a warning. So does a forward that
-    cannot be computed by the layer any more, as with adapters on parts of the module: it runs the class's own code.
+    Another call changes only the options. For modules whose experts implementation is "moeblaze" it finds the formulas,
+    so that parts of a model that are compiled one by one share their graphs.
+    save, keep_saved, precision: see `register`, which decides for modules that transformers dispatches.
+    fallback: see `register`. A module that cannot be served keeps its forward, with a warning. If a call later cannot
+    be computed by the layer, as with adapters on parts of the module, it runs the class's own code.
     Raises ValueError for another `save` or `precision`, and NotImplementedError for a module that cannot be served if
     `fallback` is False, or if `precision` is given and the module is of these classes.
     """
@@ -153,10 +152,10 @@ def patch(
 
 
 def _serve(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) -> str | None:
-    """Patches the module if its class needs that. Returns "" if the layer serves the module, else a reason, or None for
-    a module without experts.
+    """Patches the module if its class needs that.
 
-    caller, options, falls_back: of `bind`, for modules that are patched.
+    Returns "" if the layer serves the module, or a reason, or None for one without experts. caller, options,
+    falls_back: what `bind` takes, for modules that are patched.
     """
     kind = name_of(type(module))
     if kind in PATCHES:

@@ -26,10 +26,9 @@ def experts(
     keep_saved: bool = False,
     parameters: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot: its expert is on
-    another rank.
+    """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot, of another rank.
 
-    parameters: of `weights_of`, if the caller has read them.
+    parameters: what `weights_of` returned, if the caller has read them.
     """
     parameters = weights_of(module) if parameters is None else parameters
     w1, w2, biases = arguments_of(module, of, parameters)
@@ -48,7 +47,7 @@ def experts(
 
 
 def weights_of(module: Any) -> tuple[Tensor, Tensor]:
-    """The parameters with the weights of both products, in the module's own layout."""
+    """Returns the parameters with the weights of both products, in the module's own layout."""
     return module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj, module.down_proj
 
 
@@ -57,7 +56,7 @@ def arguments_of(
     of: Callable[[Any], Any] = lambda parameter: parameter,
     parameters: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """w1, w2 and the biases by name, in the layer's order. `of` is applied to each parameter first."""
+    """Returns w1, w2 and the biases by name, in the layer's order. `of` is applied to each parameter first."""
     w1, w2 = map(of, weights_of(module) if parameters is None else parameters)
     if not getattr(module, "is_transposed", False):
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
@@ -68,7 +67,7 @@ def arguments_of(
 
 
 def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Weight, w2: Tensor, **options: Any) -> Tensor:
-    """`moe` in the dtype of the weights, or in autocast's. The result has the dtype of x."""
+    """Computes `moe` in the dtype of the weights, or in autocast's. The result has the dtype of x."""
     rows = x if torch_arguments.in_autocast(x) else x.to(w2.dtype)
     if weights is not None:
         weights = (weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()).contiguous()
@@ -77,7 +76,7 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Weight, w2: Tensor
 
 
 def layer_options(save: str, precision: str | None, keep_saved: bool = False) -> dict[str, Any]:
-    """The options of `moe` for those of `register`."""
+    """Returns the options of `moe` for those of `register`."""
     options: dict[str, Any] = {"save": save}
     if keep_saved:
         options["keep_saved"] = True
@@ -87,7 +86,7 @@ def layer_options(save: str, precision: str | None, keep_saved: bool = False) ->
 
 
 def unfit(weights: tuple[Tensor, ...]) -> str:
-    """Why the layer cannot compute with these weights of a module, or ""."""
+    """Returns why the layer cannot compute with these weights of a module, or ""."""
     dtype = weights[0].dtype
     for weight in weights:
         if weight.dtype is not dtype and not torch_arguments.in_autocast(weight):
@@ -103,7 +102,7 @@ def _is_packed(weight: Tensor) -> bool:
 
 
 def fp8_options(module: Any, parameters: tuple[Tensor, ...], precision: str | None) -> dict[str, Any]:
-    """The option `fp8_weights` of `moe`: what the module holds of these parameters, else None."""
+    """Returns the option `fp8_weights` of `moe`: what the module holds of these parameters, else none."""
     held: torch_fp8.HeldFp8Weights | None = None if precision is None else getattr(module, "moeblaze_fp8", None)
     return {} if held is None else {"fp8_weights": held.of(*parameters)}
 

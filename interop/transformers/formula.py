@@ -175,9 +175,9 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 def formula_of(module: Any, activation: str = "") -> Formula:
-    """The module's formula.
+    """Returns the module's formula.
 
-    activation: of a module whose gate is no method, the path of the function of its gate columns.
+    activation: for a module whose gate is no method, the path of the function of its gate columns.
     A compiled graph is guarded by the gate and by what it reads. If no eager call has met these, the graph is guarded
     by the module itself, too.
     """
@@ -197,7 +197,7 @@ def formula_of(module: Any, activation: str = "") -> Formula:
 
 
 def _gate_of(module: Any, activation: str) -> Any:
-    """The method, which classes that FSDP or peft derive keep, or (form, path of the activation). None: not known."""
+    """Returns the method, which classes that FSDP or peft derive keep, or (form, path of the activation), or None."""
     if activation:
         return "glu", activation
     if not getattr(module, "has_gate", True):
@@ -229,14 +229,16 @@ def _found(gate: Any) -> tuple[Formula, ...]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _formula_at(address: int, activation: str) -> Formula:
-    """`_formula` of the module with this `id`, which guards the graph. Dynamo of torch 2.11 and older hands over no
-    module itself."""
+    """Calls `_formula` for the module with this `id`, which guards the graph.
+
+    Dynamo of torch 2.11 and older hands over no module itself.
+    """
     module = ctypes.cast(address, ctypes.py_object).value
     return _formula(module, _gate_of(module, activation))
 
 
 class _UnknownError(Exception):
-    """Its text says why the layer does not compute a module."""
+    """Says why the layer does not compute a module."""
 
 
 def _formula(module: Any, gate: Any) -> Formula:
@@ -271,14 +273,14 @@ def _activation(form: str, values: dict[str, Any]) -> str | mb.Activation:
 
 
 def _values(module: Any, path: Path, roles: dict[str, Any], reads: list[Read]) -> dict[str, Any]:
-    """By role: what `_value` finds at the attribute of the part at `path`, or the name of a function of torch."""
+    """Returns by role what `_value` finds at attributes of the part at `path`, or the name of a function of torch."""
     return {
         role: _value(module, (*path, *found), reads) if type(found) is tuple else found for role, found in roles.items()
     }
 
 
 def _value(module: Any, path: Path, reads: list[Read]) -> Any:
-    """A number, the name of an activation, or the (form, values) of a module whose forward is one of SOURCES."""
+    """Returns a number, the name of an activation, or the (form, values) of a module whose forward is in SOURCES."""
     part = functools.reduce(lambda part, name: getattr(part, name, None), path, module)
     if isinstance(part, (types.FunctionType, types.BuiltinFunctionType)) or _is_constant(part):
         reads.append(Read(path, None, part))
@@ -305,8 +307,7 @@ def _value(module: Any, path: Path, reads: list[Read]) -> Any:
 
 @functools.cache
 def _known(function: Any) -> tuple[Source, dict[str, Any]]:
-    """The source that equals a function's, and by its attributes: the path of the function's, or the name of a function
-    of torch."""
+    """Returns the source that equals a function's, and by its attributes paths or names of torch's functions."""
     name = getattr(function, "__qualname__", None)
     if type(function) is types.FunctionType and not function.__closure__:
         try:
@@ -322,7 +323,7 @@ def _known(function: Any) -> tuple[Source, dict[str, Any]]:
 
 
 def _resolved(function: Any, path: Path) -> Any:
-    """The attributes after `self`, or the name of a function of torch."""
+    """Returns the attributes after `self`, or the name of a function of torch."""
     if path[0] == "self":
         return path[1:]
     found = functools.reduce(lambda part, name: getattr(part, name, None), path[1:], function.__globals__.get(path[0]))
@@ -333,8 +334,11 @@ def _resolved(function: Any, path: Path) -> Any:
 
 
 def normal(text: str) -> tuple[str, tuple[Path, ...]]:
-    """A method's source without what does not matter, and what it reads beside its arguments, in order: attributes of
-    ("self", name), and dotted names of its module. Raises SyntaxError for other text than one plain method."""
+    """Returns a method's source without what does not matter, and what it reads beside its arguments, in order.
+
+    It reads attributes, ("self", name), and dotted names of its module. Raises SyntaxError for anything but one plain
+    method.
+    """
     body = ast.parse(text).body
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or body[0].decorator_list:
         raise SyntaxError("expected one method")
@@ -400,19 +404,19 @@ def refuse(kind: type, reason: str, instead: str, falls_back: bool) -> None:
 
 
 def name_of(kind: type) -> str:
-    """The name of transformers' own class: wrappers derive classes from it."""
+    """Returns the name of transformers' own class: wrappers derive classes from it."""
     return class_of(kind).__name__
 
 
 def class_of(kind: type) -> type:
-    """Transformers' own class, or that of a library that derives from none."""
+    """Returns transformers' own class, or that of a library that derives from none."""
     return next((base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")), kind)
 
 
 def foreign_forward(module: Any) -> str:
-    """Why `forward` is not the one that transformers wrote for the module's class, or "".
+    """Returns why `forward` is not the one that transformers wrote for the module's class, or "".
 
-    It may be wrapped, as hooks of accelerate and torch.compile do it, and it may be this layer's.
+    Hooks of accelerate and torch.compile may have wrapped it, and it may be this layer's.
     """
     own, forward = class_of(type(module)), module.__dict__.get("forward")
     expected: tuple[str, ...]

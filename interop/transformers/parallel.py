@@ -39,24 +39,23 @@ def parallelize_experts(
 ) -> tuple[str, ...]:
     """Spreads the experts of every layer over the ranks of a mesh; returns the names of their modules.
 
-    model: has all experts, of classes that transformers dispatches; the experts implementation of its config is of no
+    model: has all experts, of classes that transformers dispatches; the experts implementation of its config does not
     matter from here on. Call this before FSDP2 and before the optimizer is made.
     mesh: of one dimension. Its rank r keeps the experts r*E/P to (r+1)*E/P - 1 of every layer: parameters whose first
     dimension is E become DTensors that are sharded along it, each with memory of its own, so that the whole is freed.
     group: makes the ExpertGroup of all layers with E experts from the mesh and E, such as
     `functools.partial(ExpertGroup, slots=65536)`.
     save: a save policy of `moeblaze_cupy.moe_forward`.
-    precision: as of `moeblaze_cupy.interop.transformers.register`: with "fp8" every forward quantises this rank's
-    weights. They are kept for backward, or with save="recompute" quantised again. What cannot be computed in e4m3
-    raises the errors of `expert_parallel_moe` and `moe` in forward.
-    row_precision: as of `expert_parallel_moe`: "fp8", with precision="fp8", sends rows in e4m3. Experts that run by
-    `exchange`, such as those with biases, raise ValueError in forward.
+    precision: see `moeblaze_cupy.interop.transformers.register`. With "fp8" what cannot be computed in e4m3 raises the
+    errors of `expert_parallel_moe` and `moe` in forward.
+    row_precision: see `expert_parallel_moe`. With "fp8" experts that run by `exchange`, such as those with biases,
+    raise ValueError in forward.
     Under torch.autocast rows, and results but those of a norm, travel in autocast's dtype.
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
     NotImplementedError for experts that the layer cannot compute, and for experts with adapters of peft. Experts that
-    get such adapters later raise it in forward. What is raised by `group` is raised on all ranks.
+    get such adapters later raise it in forward. What `group` raises is raised on all ranks.
     """
     function = "parallelize_experts"
     checks.one_of(function, "save", save, SAVE_POLICIES)
@@ -96,14 +95,14 @@ _ADAPTERS = (
 
 
 def _refuse_adapters(name: str, caller: torch.nn.Module, _: Any) -> None:
-    """Before a call of experts that peft wrapped later: its own error would be one of DTensors."""
+    """Refuses experts that peft wrapped later, before their call: its own error would be one of DTensors."""
     experts = getattr(caller, name.rpartition(".")[2])
     if "forward" not in experts.__dict__ and hasattr(experts, "get_base_layer"):
         raise NotImplementedError(_ADAPTERS.format(name=name))
 
 
 def _has_experts(name: str, module: Any) -> bool:
-    """Raises for experts that cannot be spread."""
+    """Whether the module has experts to spread. Raises for those that cannot be spread."""
     kind = name_of(type(module))
     if kind in PATCHES or kind in OUT_OF_REACH:
         raise NotImplementedError(
@@ -127,7 +126,7 @@ def _keep_part(
     experts: ExpertGroup,
     parts: dict[torch.nn.Parameter, torch.nn.Parameter],
 ) -> None:
-    """parts: of parameters, which modules may share."""
+    """Leaves the module this rank's part of its parameters. parts: of parameters, which modules may share."""
     first = experts.rank * experts.local_experts
     for name, whole in list(module.named_parameters(recurse=False)):
         if whole.shape[:1] != (experts.num_experts,):
@@ -166,7 +165,7 @@ def _over_ranks(
     experts: ExpertGroup,
     options: _Options,
 ) -> Tensor:
-    """(L, d) of this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
+    """Returns (L, d) for this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
     formula, name = formula_of(module), name_of(type(module))
     if formula.activation is None:
         raise NotImplementedError(f"moeblaze: {name}: {formula.reason}")

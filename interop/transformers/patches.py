@@ -50,9 +50,9 @@ class Caller(NamedTuple):
 def bind(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) -> str:
     """Replaces the forward of a module of a class in PATCHES. Returns "", or why the layer cannot serve the module.
 
-    caller: for a class in CALLERS, the module that calls it, whose forward is replaced too, or None.
-    options: of `moe`. They are an attribute of the module, which guards compiled graphs.
-    falls_back: whether a call that the layer cannot compute runs the class's own code, with a warning, or raises.
+    caller: for a class in CALLERS, the module that calls it, whose forward is replaced too, or None. options: of `moe`,
+    as an attribute of the module, which guards compiled graphs. falls_back: whether a call that the layer cannot
+    compute runs the class's own code, with a warning, or raises.
     """
     kind = name_of(type(module))
     if not is_bound(module):
@@ -74,7 +74,7 @@ def bind(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) ->
 
 
 def _irreplaceable(module: Any) -> str:
-    """Why a forward must stay, or ""."""
+    """Returns why a forward must stay, or ""."""
     reason, forward = foreign_forward(module), module.__dict__.get("forward")
     if not reason and forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         reason = "its forward is wrapped, as by a device_map: patch the model before"
@@ -89,13 +89,13 @@ def is_bound(module: Any) -> bool:
 
 
 def set_held_bound(name: str, module: Any, hold: bool) -> bool:
-    """As `set_held`, of a module whose forward has been replaced."""
+    """Calls `set_held` for a module whose forward has been replaced."""
     w1, w2, parameters = PATCHES[name_of(type(module))].weights(module)
     return set_held(name, module, parameters, w1, w2, "halves", hold)
 
 
 def _bypassed(module: Any, parts: Mapping[str, str]) -> str:
-    """Which of the parts does more in a call than its class does, so that its weights alone do not tell, or ""."""
+    """Returns which part does more in a call than its class does, so that its weights do not tell all, or ""."""
     for name, kind in parts.items():
         part = getattr(module, name)
         if type(part).__name__ != kind or "forward" in part.__dict__ or private.has_hooks(part):
@@ -104,7 +104,7 @@ def _bypassed(module: Any, parts: Mapping[str, str]) -> str:
 
 
 def _forward_of(patch: Patch) -> Callable[..., Any]:
-    """The method that computes by the layer whatever it can, and the rest as the class does."""
+    """Returns the method that computes by the layer whatever it can, and the rest as the class does."""
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         formula = formula_of(self, patch.activation)
@@ -123,7 +123,7 @@ def _forward_of(patch: Patch) -> Callable[..., Any]:
 def _layer_of(
     module: Any, formula: Formula, found: Weights, x: Tensor, ids: Tensor, weights: Tensor, **more: Any
 ) -> Tensor:
-    """The layer with the weights of a module and the options of its patch."""
+    """Computes the layer with the weights of a module and the options of its patch."""
     options, (w1, w2, parameters) = module.moeblaze_options, found
     fp8 = fp8_options(module, parameters, options.get("precision"))
     return layer(x, ids, weights, w1, w2, activation=formula.activation, **more, **options, **fp8)
@@ -195,7 +195,7 @@ def _jetmoe(self: Any, formula: Formula, found: Weights, layer_input: Tensor) ->
 
 
 def _longcat_weights(module: Any) -> Weights:
-    """gate_up_proj has rows for the identity experts too, which nothing reads."""
+    """Reads the weights. gate_up_proj has rows for the identity experts too, which nothing reads."""
     parameters = module.gate_up_proj, module.down_proj
     w1, w2 = parameters[0][: module.num_routed_experts].transpose(1, 2), parameters[1].transpose(1, 2)
     return Weights(w1, w2, parameters)

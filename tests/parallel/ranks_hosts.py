@@ -151,7 +151,7 @@ def ranks_swap_descriptors(rank, size, group):
     stranger.setblocking(False)
     names, junk = [], os.memfd_create("junk")
     with_it = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=2i", junk, junk))]
-    all_gather = pages._all_gather
+    all_gather = pages.gather_objects
 
     def names_of(own, group):
         every = all_gather(own, group)
@@ -165,7 +165,7 @@ def ranks_swap_descriptors(rank, size, group):
         return every
 
     before = len(os.listdir("/proc/self/fd"))
-    with mock.patch.object(pages, "_all_gather", names_of), mock.patch.object(pages, "TIMEOUT_S", 20):
+    with mock.patch.object(pages, "gather_objects", names_of), mock.patch.object(pages, "TIMEOUT_S", 20):
         descriptors = pages.Descriptors(group)
     assert len(names) == size - 1 and len(os.listdir("/proc/self/fd")) == before + size - 1
     for name in names:

@@ -63,7 +63,7 @@ import os, signal
 import torch.distributed as dist
 from moeblaze_cupy.interop.parallel import hosts
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-hosts._tell = lambda value, group: os.kill(os.getpid(), signal.SIGKILL)
+hosts.gather_objects = lambda value, group: os.kill(os.getpid(), signal.SIGKILL)
 hosts.share_memory(10, 3, dist.group.WORLD)
 """
     folders = Path("/dev/shm"), tmp_path
