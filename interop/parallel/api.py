@@ -50,22 +50,14 @@ Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slot
 _NO_ARRAYS = LayerArrays(*[None] * len(LayerArrays._fields))
 
 
-def _check_layer(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate: Any,
-    up: Any,
-    w2: Any,
-    activation: str | Activation,
-    save: Any,
-    experts: ExpertGroup,
+def _check_arguments(
+    layer: LayerArrays, options: LayerOptions, experts: ExpertGroup, fp8_weights: Any, row_precision: Any
 ) -> None:
     """Makes the layer's own checks before any rank waits for another."""
-    function = "expert_parallel_moe"
-    checks.activation(function, activation)
-    checks.one_of(function, "save", save, SAVE_POLICIES)
-    columns = "2h" if up is None and is_gated(activation) else "h"
+    function, precision, (x, ids, weights, gate, up, w2, *_) = "expert_parallel_moe", options.precision, layer
+    checks.activation(function, options.activation)
+    checks.one_of(function, "save", options.save, SAVE_POLICIES)
+    columns = "2h" if up is None and is_gated(options.activation) else "h"
     first = experts.rank * experts.local_experts
     for name, weight, letters in (("w1", gate, f"d, {columns}"), ("w1[1]", up, "d, h"), ("w2", w2, "h, d")):
         if weight is None and name == "w1[1]":
@@ -82,38 +74,17 @@ def _check_layer(
             expected = f"x's {x.dtype} on {x.device}"
             raise TypeError(f"{function}: {name}: expected {expected}, got {weight.dtype} on {weight.device}")
     named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2}
-    described: dict[str, arrays.Array] = {}
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        try:
-            described[name] = arrays.Torch.describe(tensor)
-        except TypeError as error:
-            raise checks.unreadable(function, name, error) from error
+    described = described_by_name(function, arrays.Torch, named)
     for name in ("x", "ids", "weights"):  # which travel packed
         described[name].strides = (described[name].shape[1], 1)
-    checks.layer(function, LayerArrays(*map(described.get, named)), LayerOptions(activation, save))
-
-
-def _check_fp8(
-    x: Tensor,
-    w2: Tensor,
-    activation: str | Activation,
-    experts: ExpertGroup,
-    precision: Any,
-    fp8_weights: Any,
-    row_precision: Any,
-) -> None:
-    function = "expert_parallel_moe"
-    of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
+    checks.layer(function, LayerArrays(*map(described.get, named)), options._replace(precision=None))
+    of_fp8 = [arrays.Torch.describe(array) for array in fp8_checks.arrays_of(function, precision, fp8_weights)]
     fp8_checks.row_precision(function, row_precision, precision)
-    if precision is None:
-        return
-    describe = arrays.Torch.describe
-    limits = loader.device_limits(x.device.index) if x.is_cuda else None
-    order = None if fp8_weights is None else fp8_weights.gate_up
-    arrays_of_fp8 = [describe(array) for array in of_fp8]
-    fp8_checks.layer(function, describe(x), describe(w2), activation, "halves", {}, arrays_of_fp8, order, limits)
+    if precision is not None:
+        limits = loader.device_limits(x.device.index) if x.is_cuda else None
+        order = None if fp8_weights is None else fp8_weights.gate_up
+        of_layer = described["x"], described["w2"], options.activation, "halves"
+        fp8_checks.layer(function, *of_layer, {}, of_fp8, order, limits)
 
 
 def _part(rows: Rows, part: slice) -> Rows:
@@ -405,8 +376,9 @@ def expert_parallel_moe(
         options = activation, save, precision, order, row_precision, experts.local_experts
         key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
         if not experts.has_passed(key):
-            _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
-            _check_fp8(x, w2, activation, experts, precision, fp8_weights, row_precision)
+            layer = LayerArrays(x, ids, weights, gate, up, w2)
+            of_layer = LayerOptions(activation, save, precision=precision)
+            _check_arguments(layer, of_layer, experts, fp8_weights, row_precision)
             if x.is_cuda and key is not None:
                 experts.note_passed(key)
         if accumulate_into_main_grad and torch.is_grad_enabled():
