@@ -1,5 +1,7 @@
 """Mixture-of-Experts training kernels without routed buffers, after the MoEBlaze paper (arXiv 2601.05296)."""
 
+from typing import TYPE_CHECKING
+
 from moeblaze_cupy.fp8.api import quantize_weights
 from moeblaze_cupy.layer.api import build_dispatch, moe_forward
 from moeblaze_cupy.layer.backward_api import moe_backward, moe_backward_data, moe_backward_weights
@@ -48,3 +50,11 @@ __all__ = [
     "sum_rows",
     "tokens_per_expert",
 ]
+
+if not TYPE_CHECKING:  # type checkers would take it for a module that has every name
+
+    def __getattr__(name: str) -> object:
+        if name in ("MoE", "moe"):  # what a user of torch looks for
+            right = f"'from moeblaze_cupy.interop.torch import {name}'"
+            raise ImportError(f"moeblaze_cupy: {name}: expected {right}, got an import from moeblaze_cupy itself")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

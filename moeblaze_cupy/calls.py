@@ -73,6 +73,8 @@ class Call:
         self.device = self.described[first].device
         checks.same_device(function, **self.described)
         self.on_cpu = self.device == arrays.CPU
+        if self.on_cpu:
+            loader.check_forced_tier()
         if self.on_cpu and self.framework is arrays.Torch:
             self.export = arrays.Torch.from_numpy
 

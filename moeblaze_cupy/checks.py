@@ -4,7 +4,9 @@ Every message names the function, the argument, what was expected and what came.
 devices raise TypeError; shapes, memory order and values ValueError.
 """
 
+import importlib.util
 import operator
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,6 +32,8 @@ from moeblaze_cupy.types import (
 GPU_DTYPES = ("bfloat16", "float16", "float32")
 CPU_DTYPES = (*GPU_DTYPES, "float64")
 ID_DTYPES = ("int32", "int64")
+CHECKS_IDS = os.environ.get("MOEBLAZE_CHECK_IDS", "0") not in ("", "0")  # see `known_ids`
+ACTIVATIONS_PAGE = "docs/activations.md says what each is and how to add one"
 
 
 def _message(function: str, argument: str, expected: str, got: object) -> str:
@@ -42,6 +46,13 @@ def bad_value(function: str, argument: str, expected: str, got: object) -> Value
 
 def bad_type(function: str, argument: str, expected: str, got: object) -> TypeError:
     return TypeError(_message(function, argument, expected, got))
+
+
+def installed(module: str, library: str) -> None:
+    """Raises ModuleNotFoundError, with the line that installs it, if a library that a module needs is missing."""
+    if importlib.util.find_spec(library) is None:
+        expected = f'an importable {library} (pip install "moeblaze-cupy[{library}]")'
+        raise ModuleNotFoundError(_message(module, library, expected, "none"), name=library)
 
 
 def one_of(function: str, argument: str, value: Any, allowed: Sequence[str | None]) -> None:
@@ -156,6 +167,14 @@ def ids(function: str, array: Array, num_experts: int, token_offsets: Array | No
         raise bad_value(function, "num_experts", f"1 to {launch_config.MAX_EXPERTS}", num_experts)
 
 
+def known_ids(function: str, array: Array, num_experts: int) -> None:
+    """The contents of ids, for who looks for a mistake: this waits for the device. A call has it with CHECKS_IDS."""
+    given = array.owner
+    if array.size and bool(((given < 0) | (given >= num_experts)).any()):
+        expected = f"0 to {num_experts - 1} in all slots, as MOEBLAZE_CHECK_IDS asks"
+        raise bad_value(function, "ids", expected, f"{int(given.min())} to {int(given.max())}")
+
+
 def offsets(function: str, array: Array) -> None:
     """Checks token_offsets of pairs, but not their contents: the kernels take any."""
     if len(array.shape) != 1 or array.shape[0] < 1:
@@ -192,7 +211,7 @@ def layer_options(function: str, given: LayerOptions, has_weights: bool, has_b1:
     if not has_weights and (given.on_input or not given.unreduced):
         raise bad_type(function, "weights", "an array, as only unreduced=True goes without one", None)
     if given.on_input and has_b1:
-        raise bad_value(function, "b1", "None with weights_on='input', which is not served with b1", "a bias")
+        raise bad_value(function, "b1", "None, as weights_on='input' goes without b1", "a bias")
     return given._replace(unreduced=bool(given.unreduced), identity_experts=number)
 
 
@@ -227,7 +246,8 @@ def weight_order(function: str, argument: str, array: Array) -> bool:
 def in_storage_order(array: Array, rows: int | None, columns: int) -> str:
     """A hint, where a weight (E, rows, columns) arrives as (E, columns, rows), which transformers and vLLM store."""
     fits = len(array.shape) == 3 and array.shape[1] == columns and rows in (None, array.shape[2])
-    return "; pass its transposed view, .swapaxes(1, 2)?" if fits else ""
+    swap = "transpose" if arrays.framework_of(array.owner) is arrays.Torch else "swapaxes"
+    return f"; pass its transposed view, .{swap}(1, 2)?" if fits else ""
 
 
 def strides_that_matter(array: Array) -> tuple[int, ...]:
@@ -235,8 +255,10 @@ def strides_that_matter(array: Array) -> tuple[int, ...]:
 
 
 def activation(function: str, value: Any) -> None:
-    if not isinstance(value, Activation):
-        one_of(function, "activation", value, ACTIVATIONS)
+    is_name = isinstance(value, str)  # `in` would compare an array element by element
+    if not isinstance(value, Activation) and not (is_name and value in ACTIVATIONS):
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise bad_value(function, "activation", f"one of {names}", f"{value!r}; {ACTIVATIONS_PAGE}")
 
 
 def gate_up(function: str, value: Any, of_layer: str | Activation) -> None:
@@ -273,6 +295,8 @@ def layer(function: str, given: LayerArrays, options: LayerOptions) -> None:
         raise bad_value(function, "w1", "one array (E, d, 2h) for gate_up='interleaved'", "a pair")
     for name, array in zip(names, w1, strict=True):
         letters, columns = ("E, d, 2h", 2 * h) if len(w1) == 1 and is_gated(act) else ("E, d, h", h)
+        if array.shape[1:] == (d, columns) and array.shape[0] != E:  # either may be the wrong one
+            raise bad_value(function, f"{name} and w2", "as many experts in both", f"{array.shape} and {w2.shape}")
         shape(function, name, array, letters, (E, d, columns), in_storage_order(array, d, columns))
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
         if array.dtype != x.dtype:

@@ -85,7 +85,10 @@ class Activation:
 
     def __init__(self, name: str, **constants: float) -> None:
         if not isinstance(name, str) or name not in FORMS:
-            raise ValueError(f"Activation: name: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {name!r}")
+            names = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(
+                f"Activation: name: expected one of {names}, got {name!r}; docs/activations.md says how to add one"
+            )
         known = FORMS[name].constants
         for given in constants:
             if given not in [constant.name for constant in known]:

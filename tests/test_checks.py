@@ -31,12 +31,14 @@ from moeblaze_cupy.types import (
 from tests import fakes
 from tests.cases import Case, make_inputs, relative_error
 from tests.conftest import MISSING_GPU
+from tests.environment import run_python
 
 L, K, E, D, H = 5, 2, 3, 4, 6
 BF16 = ml_dtypes.bfloat16
 ANY_ARRAY = "expected a NumPy, CuPy or torch array, or one with __dlpack__"
 INNER_ORDER = "expected the last dimension contiguous, or the transposed view of an array whose last dimension is"
 ONE_ACTIVATION = "expected one of " + ", ".join(map(repr, ACTIVATIONS))
+PAGE = "; docs/activations.md says what each is and how to add one"
 CONTIGUOUS = "expected a C-contiguous array, as of .contiguous() or np.ascontiguousarray"
 STORED = "; pass its transposed view, .swapaxes(1, 2)?"
 NO_CUPY = "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays"
@@ -216,7 +218,14 @@ BAD = [
         w2=zeros(MAX_E + 1, 1, D),
     ),
     forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (4, 12)", w1=zeros(D, 2 * H)),
-    forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (2, 4, 12)", w1=zeros(2, D, 2 * H)),
+    forward(
+        ValueError, "w1 and w2: expected as many experts in both, got (2, 4, 12) and (3, 6, 4)", w1=zeros(2, D, 12)
+    ),
+    forward(
+        ValueError,
+        "w1[0] and w2: expected as many experts in both, got (2, 4, 6) and (3, 6, 4)",
+        w1=(zeros(2, D, H), PAIR[1]),
+    ),
     forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 5, 12)", w1=zeros(E, 5, 2 * H)),
     forward(ValueError, f"w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 12, 4){STORED}", w1=zeros(E, 2 * H, D)),
     forward(
@@ -326,8 +335,8 @@ BAD = [
         w1=(PAIR[0], zeros(E, H, D).swapaxes(1, 2)),
     ),
     # names
-    forward(ValueError, f"activation: {ONE_ACTIVATION}, got 'swish'", activation="swish"),
-    forward(ValueError, f"activation: {ONE_ACTIVATION}, got None", activation=None),
+    forward(ValueError, f"activation: {ONE_ACTIVATION}, got 'swish'{PAGE}", activation="swish"),
+    forward(ValueError, f"activation: {ONE_ACTIVATION}, got None{PAGE}", activation=None),
     forward(ValueError, "save: expected one of 'minimal', 'fp8', 'paper', 'recompute', None, got 'all'", save="all"),
     forward(ValueError, "save: expected one of 'minimal', 'fp8', 'paper', 'recompute', None, got True", save=True),
     # backward
@@ -585,6 +594,8 @@ BAD = [
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_bad_input(bad, backend):
     message = bad.message.replace(" or float64", "") if backend == "cuda" else bad.message
+    if backend != "numpy":
+        message = message.replace(".swapaxes(1, 2)?", ".transpose(1, 2)?")
     with pytest.raises(bad.error) as caught:
         call(bad.function, BACKENDS[backend], bad.changes)
     assert type(caught.value) is bad.error
@@ -595,7 +606,7 @@ def test_an_array_for_a_name():
     """Comparing it with the names would give an array of answers."""
     with pytest.raises(ValueError) as caught:
         call("moe_forward", BACKENDS["numpy"], {"activation": np.array([1, 2])})
-    assert str(caught.value) == f"moe_forward: activation: {ONE_ACTIVATION}, got array([1, 2])"
+    assert str(caught.value) == f"moe_forward: activation: {ONE_ACTIVATION}, got array([1, 2]){PAGE}"
 
 
 ROUTE_OPTIONS = set(inspect.signature(mb.route).parameters) - {"k"}
@@ -1095,7 +1106,7 @@ def fake_cupy(device_count):
 
 
 def test_no_cupy(no_cupy):
-    with pytest.raises(RuntimeError, match=r'pip install -e "\.\[cuda13\]" or "\.\[cuda12\]"\), got .*Error'):
+    with pytest.raises(RuntimeError, match=r'pip install "moeblaze-cupy\[cuda13\]" or .*cuda12\]"\), got .*Error'):
         loader.import_cupy()
 
 
@@ -1137,11 +1148,62 @@ def test_gpu_from_sm_80_on(capability):
     assert launch_config.tier(capability, "sm80") == "sm80"
 
 
-def test_forcing_kernels_that_there_are_not():
+def test_forcing_kernels_that_there_are_not(monkeypatch):
     with pytest.raises(ValueError, match=r"MOEBLAZE_TIER: expected sm80 or sm90, got 'sm100'"):
         launch_config.tier(90, "sm100")
     with pytest.raises(RuntimeError, match=r"MOEBLAZE_TIER=sm90: expected compute capability 9.0, got 8.0"):
         launch_config.tier(80, "sm90")
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm99")  # which NumPy, that takes the place of kernels, refuses as well
+    with pytest.raises(ValueError, match=r"MOEBLAZE_TIER: expected sm80 or sm90, got 'sm99'"):
+        mb.build_dispatch(ids(L, K), E)
+
+
+@pytest.mark.parametrize(("wrong", "got"), [(-1, "-1 to 0"), (E + 2, "0 to 5")])
+def test_ids_are_checked_where_it_is_asked_for(monkeypatch, wrong, got):
+    """Without it such an id is an empty slot. Experts that return their input have ids, too."""
+    good = GOOD["moe_forward"]
+    given = good | {"ids": ids(L, K)}
+    given["ids"][1, 1] = wrong
+
+    def calls(arguments, Z):
+        mb.moe_forward(**arguments, identity_experts=Z)
+        mb.build_dispatch(arguments["ids"], E + Z)
+
+    calls(given, 2)
+    monkeypatch.setattr(checks, "CHECKS_IDS", True)
+    calls(good, 2)
+    for function, call_it in (
+        ("moe_forward", lambda: mb.moe_forward(**given, identity_experts=2)),
+        ("build_dispatch", lambda: mb.build_dispatch(given["ids"], E + 2)),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call_it()
+        expected = "0 to 4 in all slots, as MOEBLAZE_CHECK_IDS asks"
+        assert str(caught.value) == f"{function}: ids: expected {expected}, got {got}"
+
+
+@pytest.mark.parametrize(("value", "checked"), [("", False), ("0", False), ("1", True)])
+def test_the_environment_asks_for_the_check_of_ids(value, checked):
+    code = "from moeblaze_cupy import checks; print(checks.CHECKS_IDS)"
+    assert run_python("-c", code, MOEBLAZE_CHECK_IDS=value).stdout == f"{checked}\n"
+
+
+@pytest.mark.parametrize("room", ["torch", "parallel", "fsdp", "transformers"])
+def test_a_missing_torch_is_named_with_the_line_that_installs_it(room):
+    code = f"import sys; sys.modules['torch'] = None; import moeblaze_cupy.interop.{room}"
+    *_, last = run_python("-c", code).stderr.splitlines()
+    expected = 'expected an importable torch (pip install "moeblaze-cupy[torch]"), got none'
+    assert last == f"ModuleNotFoundError: moeblaze_cupy.interop.{room}: torch: {expected}"
+
+
+@pytest.mark.parametrize("name", ["MoE", "moe"])
+def test_names_of_torchs_part_are_found(name):
+    with pytest.raises(ImportError) as caught:
+        getattr(mb, name)
+    expected = f"'from moeblaze_cupy.interop.torch import {name}', got an import from moeblaze_cupy itself"
+    assert str(caught.value) == f"moeblaze_cupy: {name}: expected {expected}"
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        mb.no_such_name  # noqa: B018
 
 
 def odd_strides(array):

@@ -4,6 +4,10 @@ It leans on private names of FSDP2, so another version of torch may break it. Ma
 and `interop.parallel`. Touches the groups of parameters of FSDP2 and their memory.
 """
 
-from moeblaze_cupy.interop.fsdp.api import CopyEngines
+from moeblaze_cupy.checks import installed
+
+installed("moeblaze_cupy.interop.fsdp", "torch")
+
+from moeblaze_cupy.interop.fsdp.api import CopyEngines  # noqa: E402
 
 __all__ = ["CopyEngines"]

@@ -136,7 +136,7 @@ class Experts:
         device = w1.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
             got = f"autocast to {torch.get_autocast_dtype(device)}"
-            raise TypeError(f"moe_forward: x: expected bfloat16 with precision='fp8', got {got}")
+            raise TypeError(f"moe: x: expected bfloat16 with precision='fp8', got {got}")
         arrays = [(part.unread(BACKWARD), part.read(FORWARD), part.scales) for part in self.parts]
         gathered = Gathered(*arrays[0], *arrays[1])
         gathered.in_backward = self._in_backward

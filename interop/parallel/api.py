@@ -173,7 +173,8 @@ class _ExpertParallel(torch.autograd.Function):
             layer = LayerArrays(x_part, local_ids[part], got[part], gate, up, w2)
             options = LayerOptions(activation, save, max_slots=bound, precision=fp8_products.precision)
             try:
-                out, saved = layer_forward(layer, options, LayerExtras(place and place.destination, wait, made, scales))
+                extras = LayerExtras(place and place.destination, wait, made, scales)
+                out, saved = layer_forward(layer, options, extras, "expert_parallel_moe")
             finally:
                 if wait is not None:  # also where nothing has read the rows
                     wait()

@@ -4,7 +4,11 @@ May import torch and all of moeblaze_cupy but `tools` and the rest of `interop`.
 operator registry and compiler.
 """
 
-from moeblaze_cupy.interop.torch.api import MoE, Routed, moe, route
-from moeblaze_cupy.interop.torch.balancing import load_balancing_loss, update_bias, z_loss
+from moeblaze_cupy.checks import installed
+
+installed("moeblaze_cupy.interop.torch", "torch")
+
+from moeblaze_cupy.interop.torch.api import MoE, Routed, moe, route  # noqa: E402
+from moeblaze_cupy.interop.torch.balancing import load_balancing_loss, update_bias, z_loss  # noqa: E402
 
 __all__ = ["MoE", "Routed", "load_balancing_loss", "moe", "route", "update_bias", "z_loss"]

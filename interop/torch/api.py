@@ -115,7 +115,7 @@ class _Call(NamedTuple):
 
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
     fp8_weights = call.fp8_weights
-    of_fp8 = fp8_checks.arrays_of("moe_forward", options.precision, fp8_weights)
+    of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
     x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = layer
     no_weights = weights is None and not options.unreduced
@@ -144,7 +144,7 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
     out: torch.Tensor
     if not differentiable:
         extras = None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights)
-        out = forward(layer, LayerOptions(options.activation, None, *options[2:]), extras)[0]
+        out = forward(layer, LayerOptions(options.activation, None, *options[2:]), extras, "moe")[0]
         return torch_autograd.in_shape(out, call.shape)
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
@@ -195,7 +195,7 @@ def _in_fp8(arrays: tuple[Any, ...], fp8_weights: Fp8Weights | None, gate_up: st
     if fp8_weights is None:
         return (None,) * len(torch_ops.IN_FP8)
     if fp8_weights.gate_up != gate_up:
-        raise checks.bad_value("moe_forward", "fp8_weights.gate_up", repr(gate_up), repr(fp8_weights.gate_up))
+        raise checks.bad_value("moe", "fp8_weights.gate_up", repr(gate_up), repr(fp8_weights.gate_up))
     return arrays
 
 
@@ -506,7 +506,7 @@ class MoE(torch.nn.Module):
             torch_arguments.check_mask(token_mask, tokens)
         logits = torch_router.router_logits(tokens, self.router, token_mask)
         if self.routing is not None:
-            weights, ids, *sums = self.routing(logits)
+            weights, ids, *sums = torch_arguments.routed(self.routing(logits), tokens.shape[0], self.k)
         else:
             weights, ids, *sums = route(
                 logits,

@@ -50,6 +50,19 @@ def check_mask(token_mask: Any, tokens: torch.Tensor) -> None:
         raise checks.bad_type("MoE", "token_mask", f"x's device {tokens.device}", token_mask.device)
 
 
+def routed(found: Any, num_tokens: int, k: int) -> tuple[Any, ...]:
+    """What the routing of `MoE` returned: weights and ids (L, k), and maybe sums."""
+    are_two = isinstance(found, (tuple, list)) and len(found) in (2, 3)
+    if not are_two or not all(isinstance(tensor, torch.Tensor) for tensor in found[:2]):
+        got = f"a {type(found).__name__}" + (f" of {[type(one).__name__ for one in found]}" if are_two else "")
+        raise checks.bad_type("MoE", "routing", "a function that returns (weights, ids), as route does", got)
+    for name, tensor in zip(("weights", "ids"), found, strict=False):
+        if tensor.dim() != 2 or tensor.shape[0] != num_tokens or tensor.shape[1] != k:
+            expected = f"{name} of shape (L, k) = ({num_tokens}, {k})"
+            raise checks.bad_value("MoE", "routing", expected, tuple(tensor.shape))
+    return tuple(found)
+
+
 def in_autocast(x: torch.Tensor) -> bool:
     """Whether torch.autocast is on for the tensor's device. It knows no meta tensors, which give models shapes."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)

@@ -399,7 +399,7 @@ class EagerMoE(torch.autograd.Function):
         ctx.keep_saved, ctx.main_grads, options, fp8_weights, keep_fp8_weights, ctx.owners, shape = call
         out: Tensor
         extras = None if fp8_weights is None else layer.LayerExtras(fp8_weights=fp8_weights)
-        out, saved = layer.forward(LayerArrays(*tensors), options, extras)
+        out, saved = layer.forward(LayerArrays(*tensors), options, extras, "moe")
         assert saved is not None
         (lists, _), index = saved.index.split()  # without ids, which no backward reads: they may change meanwhile
         kept = saved.fp8_weights if keep_fp8_weights else fp8_weights

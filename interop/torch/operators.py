@@ -182,22 +182,22 @@ def _sizes(tensors: Mapping[str, Any], slots_shape: Sequence[Any], options: Opti
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     given = layer._asdict().items()
     d = {layer.argument(name): describe(tensor) for name, tensor in given if tensor is not None}
-    checks.same_device("moe_forward", **d)
+    checks.same_device("moe", **d)
     arrays, of_layer = LayerArrays(*map(d.get, layer.arrays.arguments())), options.of_layer(save)
-    checks.layer_options("moe_forward", of_layer, arrays.router_weights is not None, arrays.b1_gate is not None)
-    checks.layer("moe_forward", arrays, of_layer)
-    checks.identity_experts("moe_forward", of_layer, d["w2"])
+    checks.layer_options("moe", of_layer, arrays.router_weights is not None, arrays.b1_gate is not None)
+    checks.layer("moe", arrays, of_layer)
+    checks.identity_experts("moe", of_layer, d["w2"])
     if options.precision is not None:  # the implementation asks the GPU as well
         in_fp8 = [d[name] for name in fp8_checks.NAMES if name in d]
         described = d["x"], d["w2"], options.activation, options.gate_up
-        fp8_checks.layer("moe_forward", *described, {}, in_fp8, options.gate_up, None)
+        fp8_checks.layer("moe", *described, {}, in_fp8, options.gate_up, None)
 
 
 def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any, SavedForBackward | None]:
     fp8_weights = _fp8_weights(layer._asdict(), options)
     with torch.no_grad():
         extras = None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights)
-        return forward(layer.arrays, options.of_layer(save), extras)
+        return forward(layer.arrays, options.of_layer(save), extras, "moe")
 
 
 def _fp8_weights(tensors: Mapping[str, Any], options: Options) -> Fp8Weights | None:

@@ -4,6 +4,11 @@ May import torch, transformers, `interop.torch` and `interop.parallel`. Touches 
 and the modules that it is given. `parallel` is imported apart, as it registers an option of its own.
 """
 
-from moeblaze_cupy.interop.transformers.api import Patched, patch, quantize_weights, register
+from moeblaze_cupy.checks import installed
+
+installed("moeblaze_cupy.interop.transformers", "torch")
+installed("moeblaze_cupy.interop.transformers", "transformers")
+
+from moeblaze_cupy.interop.transformers.api import Patched, patch, quantize_weights, register  # noqa: E402
 
 __all__ = ["Patched", "patch", "quantize_weights", "register"]

@@ -232,6 +232,12 @@ def saved_fp8(rows: int, h: int, halves: int) -> SavedFp8:
     return SavedFp8(scales, groups, scales + 4 * rows * groups * halves)
 
 
+def check_forced_tier(forced: str | None) -> None:
+    """Raises ValueError for a tier that does not exist. forced: what MOEBLAZE_TIER says."""
+    if forced not in (None, "", "sm80", "sm90"):
+        raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
+
+
 def tier(compute_capability: int, forced: str | None = None) -> str:
     """The kernel family for a compute capability such as 90: Hopper's where it is 90, else the portable one.
 
@@ -242,8 +248,7 @@ def tier(compute_capability: int, forced: str | None = None) -> str:
             "moeblaze_cupy: compute capability: expected 8.0 or later (mma.sync on bf16, cp.async), "
             f"got {compute_capability // 10}.{compute_capability % 10}"
         )
-    if forced not in (None, "", "sm80", "sm90"):
-        raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
+    check_forced_tier(forced)
     if forced == "sm90" and compute_capability != 90:
         raise RuntimeError(
             f"moeblaze_cupy: MOEBLAZE_TIER=sm90: expected compute capability 9.0, got {compute_capability / 10}"

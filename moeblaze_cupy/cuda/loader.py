@@ -147,6 +147,11 @@ def device_limits(device: int) -> launch_config.DeviceLimits:
     return _device_limits(device, os.environ.get("MOEBLAZE_TIER"))
 
 
+def check_forced_tier() -> None:
+    """Raises ValueError for a MOEBLAZE_TIER that no GPU has, where NumPy takes the place of kernels."""
+    launch_config.check_forced_tier(os.environ.get("MOEBLAZE_TIER"))
+
+
 @functools.cache
 def _device_limits(device: int, forced_tier: str | None) -> launch_config.DeviceLimits:
     runtime = import_cupy().cuda.runtime

@@ -81,6 +81,8 @@ def build_dispatch(
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
     twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
+    With MOEBLAZE_CHECK_IDS=1 in the environment of the import, such an id is a ValueError here and in `moe_forward` and
+    `moe`, each of whose calls then waits for the device and cannot be part of a CUDA graph.
     token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is of
     token t for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Whatever the offsets hold, a
     pair has at most one token, one whose offsets enclose it, and a larger pair has no smaller token.
@@ -94,12 +96,14 @@ def build_dispatch(
     named = {"ids": ids} if token_offsets is None else {"ids": ids, "token_offsets": token_offsets}
     key, pointers = runtime.key_of("build_dispatch", (num_experts, max_slots), tuple(named.values()))
     export: Export = keep
-    found, kept = runtime.find(key), ids
+    found, kept = None if checks.CHECKS_IDS else runtime.find(key), ids
     if found is None:
         checks.untracked("build_dispatch", named)
         call = Call("build_dispatch", **named)
         offsets = call.described.get("token_offsets")
         checks.ids("build_dispatch", call.described["ids"], num_experts, offsets)
+        if checks.CHECKS_IDS:
+            checks.known_ids("build_dispatch", call.described["ids"], num_experts)
         max_slots = checks.max_slots("build_dispatch", max_slots, call.described["ids"].size)
         if call.on_cpu:
             offsets_on_host = None if offsets is None else call.host("token_offsets")
@@ -248,23 +252,27 @@ def values_and_scales(rows: Any) -> tuple[Any, Any]:
 
 
 def forward(
-    layer: LayerArrays, options: LayerOptions, extras: LayerExtras | None = None
+    layer: LayerArrays, options: LayerOptions, extras: LayerExtras | None = None, function: str = "moe_forward"
 ) -> tuple[Any, SavedForBackward | None]:
-    """`moe_forward` of arrays and options that are not checked yet. extras: None for a plain call."""
+    """`moe_forward` of arrays and options that are not checked yet.
+
+    extras: None for a plain call. function: what the caller's user called, the head of messages.
+    """
     key_options: Any = options
     given: Sequence[Any] = layer
     fp8_arrays: tuple[Any, ...] = ()
     if extras is not None:
-        fp8_arrays = fp8_checks.arrays_of("moe_forward", options.precision, extras.fp8_weights)
+        fp8_arrays = fp8_checks.arrays_of(function, options.precision, extras.fp8_weights)
         given = (*layer, *fp8_arrays, extras.x_scales)
         order, to = extras.fp8_weights and extras.fp8_weights.gate_up, extras.destination
         key_options = options, order, to and to.place
     key, pointers = runtime.key_of("moe_forward", key_options, given)
     export: Export = keep
-    found = runtime.find(key)  # a record says that such arguments have passed all checks
+    # A record says that such arguments have passed all checks. Only their contents may be other ones.
+    found = None if checks.CHECKS_IDS else runtime.find(key)
     if found is None:
         extras_given = extras or LayerExtras()
-        call, options, described = _checked_forward(layer, options, extras_given, fp8_arrays)
+        call, options, described = _checked_forward(function, layer, options, extras_given, fp8_arrays)
         if call.on_cpu:
             return _forward_on_cpu(call, layer, options, extras_given)
         to, layouts = extras_given.destination, [array and array.layout for array in described]
@@ -312,13 +320,14 @@ def _launched_forward(
 
 
 _LAYER = len(LayerArrays._fields)
+NAMES_EXPERTS = ("moe_forward", "moe")  # whose ids name experts that the call has; those of ranks name others, too
 
 
 def _checked_forward(
-    layer: LayerArrays, options: LayerOptions, extras: LayerExtras, fp8_arrays: tuple[Any, ...]
+    function: str, layer: LayerArrays, options: LayerOptions, extras: LayerExtras, fp8_arrays: tuple[Any, ...]
 ) -> tuple[Call, LayerOptions, list[Any]]:
     """The call, its options as launches have them, and its arrays in the order of `forward`; raises what checks do."""
-    function, names = "moe_forward", layer.arguments()
+    names = layer.arguments()
     required = names[0], names[1], names[3], names[5]
     named = {n: array for n, array in zip(names, layer, strict=True) if array is not None or n in required}
     named |= dict(zip(fp8_checks.NAMES, fp8_arrays, strict=False))
@@ -333,6 +342,8 @@ def _checked_forward(
     d = LayerArrays(*map(call.described.get, names))
     checks.layer(function, d, options)
     checks.identity_experts(function, options, d.w2)
+    if checks.CHECKS_IDS and function in NAMES_EXPERTS:
+        checks.known_ids(function, d.ids, d.w2.shape[0] + options.identity_experts)
     options = options._replace(max_slots=checks.max_slots(function, options.max_slots, d.ids.size))
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
     if options.precision is not None:

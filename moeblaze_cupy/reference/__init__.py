@@ -18,7 +18,6 @@ import numpy as np
 
 from moeblaze_cupy.reference import experts, fp8, router, selection
 from moeblaze_cupy.reference.dispatch import dispatch
-from moeblaze_cupy.reference.experts import sum_rows
 from moeblaze_cupy.reference.numerics import HostArray, erf
 from moeblaze_cupy.reference.selection import expert_choice, limit_capacity, list_pairs, round_tokens, tokens_per_expert
 
@@ -38,6 +37,7 @@ def _as_on_a_gpu(function: _Function) -> _Function:
 
 moe_forward, moe_backward = _as_on_a_gpu(experts.moe_forward), _as_on_a_gpu(experts.moe_backward)
 route, route_backward = _as_on_a_gpu(router.route), _as_on_a_gpu(router.route_backward)
+sum_rows = _as_on_a_gpu(experts.sum_rows)
 quantize_weights = _as_on_a_gpu(fp8.quantize_weights)
 quantile_histogram = _as_on_a_gpu(selection.quantile_histogram)
 

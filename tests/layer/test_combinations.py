@@ -75,7 +75,7 @@ def test_b2_alone(name):
 
 def test_b1_is_not_served_with_weights_on_the_input():
     one = layer("pairs")
-    expected = r"^moe_forward: b1: expected None with weights_on='input', which is not served with b1, got a bias$"
+    expected = r"^moe_forward: b1: expected None, as weights_on='input' goes without b1, got a bias$"
     with pytest.raises(ValueError, match=expected):
         replace(one, options=one.options | ON_INPUT).run()
 

@@ -229,7 +229,7 @@ def fsdp_in_e4m3_says_what_it_cannot(mesh, size):
     expect(RuntimeError, "MoE: quantize_weights: expected whole parameters", layers[0].quantize_weights)
     layers[0].reshard()
     with torch.autocast("cpu", torch.float16):
-        expect(TypeError, "moe_forward: x: expected bfloat16 with precision='fp8', got autocast", layers, x)
+        expect(TypeError, "moe: x: expected bfloat16 with precision='fp8', got autocast", layers, x)
     layers = layers_of(mesh, **FP8, engines=CopyEngines(mesh))
     out = layers(x.requires_grad_())
     layers[2].set_unshard_in_backward(False)

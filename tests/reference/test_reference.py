@@ -623,6 +623,7 @@ def test_results_do_not_depend_on_errstate(state):
         ):
             out, saved = mb.moe_forward(tokens, ids, weights, first, second)
             made += [out, *mb.moe_backward(upstream, saved)]
+        made.append(mb.sum_rows(np.full((2, 3), 6e4, np.float16), np.array([[0, 1]], np.int32)))
         for options in ({}, {"score": "sigmoid"}, {"score": "sqrt_softplus"}, {"sums": ("softmax", "z", "entropy")}):
             routed, chosen, *sums = mb.route(100 * logits, 2, **options)
             made += [routed, *(total for group in sums for total in group)]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import checks, reference
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy import reference
 from moeblaze_cupy.types import ACTIVATIONS, GRADIENTS, LayerOptions, is_gated, pair
 from tests.cases import Case, make_inputs, relative_error
 
@@ -469,7 +469,7 @@ def test_a_tensor_without_memory_of_its_own_is_refused():
             return 0
 
     x, ids, weights, w1, w2, _ = tensors(SMALL)
-    with pytest.raises(TypeError, match=r"moe_forward: w2: .* memory of its own, got .*Elsewhere"):
+    with pytest.raises(TypeError, match=r"^moe: w2: .* memory of its own, got .*Elsewhere"):
         moe(x, ids, weights, w1, w2.as_subclass(Elsewhere))
 
 
@@ -767,7 +767,7 @@ def test_storages_of_the_caller_can_still_be_resized(dtype):
 
 def test_bad_input_raises_through_autograd():
     x, ids, weights, w1, w2, _ = tensors(SMALL)
-    with pytest.raises(ValueError, match=r"^moe_forward: x: expected a C-contiguous array, as of .*, got strides"):
+    with pytest.raises(ValueError, match=r"^moe: x: expected a C-contiguous array, as of .*, got strides"):
         moe(x.T.contiguous().T.requires_grad_(), ids, weights, w1, w2)
 
 
@@ -935,7 +935,7 @@ def test_weights_in_float8_are_named():
     )
     with pytest.raises(TypeError, match=r"^MoE: w1_storage: expected dtype .* got torch\.float8_e4m3fn$"):
         layer(torch.zeros(4, 8))
-    with pytest.raises(TypeError, match=r"^moe_forward: w1: expected dtype float32, that of x, got float8_e4m3fn$"):
+    with pytest.raises(TypeError, match=r"^moe: w1: expected dtype float32, that of x, got float8_e4m3fn$"):
         moe(x, ids, weights, w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn))
 
 
@@ -1288,6 +1288,44 @@ def test_module_with_a_router_of_ones_own():
     with pytest.raises(ValueError) as caught:
         replay(x, token_mask=torch.ones(7, dtype=torch.bool))
     assert str(caught.value) == "MoE: token_mask: expected None with routing, which gets logits alone, got a mask"
+
+
+@pytest.mark.parametrize(
+    ("routed", "message"),
+    [
+        (lambda logits: None, "a function that returns (weights, ids), as route does, got a NoneType"),
+        (lambda logits: logits, "a function that returns (weights, ids), as route does, got a Tensor"),
+        (lambda logits: (logits, None), "a function that returns (weights, ids), as route does, got a tuple of "),
+        (lambda logits: route(logits, 3), "weights of shape (L, k) = (7, 2), got (7, 3)"),
+        (lambda logits: (logits[:, :2], route(logits, 3)[1]), "ids of shape (L, k) = (7, 2), got (7, 3)"),
+        (lambda logits: route(logits[1:], 2), "weights of shape (L, k) = (7, 2), got (6, 2)"),
+    ],
+    ids=["nothing", "a tensor", "no ids", "another k", "another k of ids", "another L"],
+)
+def test_a_wrong_routing_is_named(routed, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        MoE(8, 6, 5, 2, routing=routed)(torch.randn(7, 8))
+    assert str(caught.value).startswith(f"MoE: routing: expected {message}")
+
+
+@pytest.mark.parametrize("by_operators", [False, True])
+def test_errors_name_moe(by_operators):
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    stored = w1.transpose(1, 2).contiguous()
+    with Operators() if by_operators else contextlib.nullcontext(), pytest.raises(ValueError) as caught:
+        moe(x, ids, weights, stored, w2)
+    assert str(caught.value).startswith("moe: w1: expected shape (E, d, 2h)")
+    assert str(caught.value).endswith("; pass its transposed view, .transpose(1, 2)?")
+
+
+def test_ids_are_checked_where_it_is_asked_for(monkeypatch):
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    ids[0, 0] = SMALL.E
+    moe(x, ids, weights, w1, w2)
+    monkeypatch.setattr(checks, "CHECKS_IDS", True)
+    for leaf in (x, x.clone().requires_grad_()):
+        with pytest.raises(ValueError, match=rf"^moe: ids: expected 0 to {SMALL.E - 1} in all slots"):
+            moe(leaf, ids, weights, w1, w2)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -213,7 +213,7 @@ def test_errors_name_the_callers_arguments(argument):
         torch.vmap(call)(torch.stack([parts[part]] * 2))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         elsewhere = torch.empty_like(parts[part], device="cuda")
-        with pytest.raises(TypeError, match=f"^moe_forward: {escaped}: expected x's device cpu, got cuda:0"):
+        with pytest.raises(TypeError, match=f"^moe: {escaped}: expected x's device cpu, got cuda:0"):
             call(elsewhere)
 
 

@@ -168,11 +168,11 @@ class Sharded(torch.Tensor):
 def test_what_is_not_served_is_named():
     with pytest.raises(ValueError, match="register: precision: expected one of None, 'fp8', got 'fp4'"):
         backend.register("other", precision="fp4")
-    with pytest.raises(TypeError, match="moe_forward: x: expected bfloat16 with precision='fp8', got float32"):
+    with pytest.raises(TypeError, match="moe: x: expected bfloat16 with precision='fp8', got float32"):
         logits(tiny("qwen3_moe", NAME))
     with pytest.raises(ValueError, match=r"for 'fp8', got \(d, h\) = \(32, 24\)"):
         logits(model_of(moe_intermediate_size=24))
-    with pytest.raises(ValueError, match="moe_forward: gate_up: expected 'halves' with precision='fp8'"):
+    with pytest.raises(ValueError, match="moe: gate_up: expected 'halves' with precision='fp8'"):
         logits(model_of(model_type="gpt_oss"))
     model = model_of()
     model.get_submodule(NAMES[1]).act_fn = torch.nn.Tanh()
