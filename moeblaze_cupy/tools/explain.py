@@ -6,9 +6,9 @@ from typing import Any
 
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
-from moeblaze_cupy.tools import dry_run
+from moeblaze_cupy.tools import dry_run, expected
 from moeblaze_cupy.tools.command import CommandError, one_line, print_json
-from moeblaze_cupy.tools.dry_run import Allocation, Pass
+from moeblaze_cupy.tools.dry_run import Allocation, DryRun, Pass
 from moeblaze_cupy.tools.memory import LayerShape, format_bytes
 from moeblaze_cupy.tools.sizes import as_json, layer_shape, save_policy, slot_options
 
@@ -31,13 +31,13 @@ def run(args: Namespace) -> int:
     s = layer_shape(args, limits.tier)
     save = save_policy(args)
     try:
-        passes = dry_run.layer(s, save, limits, args.accumulate).passes
+        run = dry_run.layer(s, save, limits, args.accumulate)
     except ValueError as error:  # what this GPU's dispatch cannot take
         raise CommandError(one_line(error)) from error
     if args.json:
-        print_json(facts(s, save, name, limits, passes))
+        print_json(facts(s, save, name, limits, run))
     else:
-        print("\n".join(report(s, save, name, limits, passes)))
+        print("\n".join(report(s, save, name, limits, run)))
     return 0
 
 
@@ -52,7 +52,7 @@ def _gpu(preset: str | None, tier: str | None) -> tuple[str, DeviceLimits]:
             name, limits = "h200, as no GPU is here", launch_config.H200
         else:
             try:
-                name, limits = "the GPU here", loader.device_limits(device)
+                name, limits = _name_here(device), loader.device_limits(device)
             except (RuntimeError, ValueError) as error:
                 raise CommandError(one_line(error)) from error
     if tier is None:
@@ -64,7 +64,20 @@ def _gpu(preset: str | None, tier: str | None) -> tuple[str, DeviceLimits]:
     return name, dataclasses.replace(limits, tier=tier)
 
 
-def facts(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passes: tuple[Pass, ...]) -> dict[str, Any]:
+def _name_here(device: int) -> str:
+    try:
+        name = loader.import_cupy().cuda.runtime.getDeviceProperties(device)["name"].decode()
+    except Exception:  # only the time to expect needs it
+        return "the GPU here"
+    return f"the GPU here, {name}"
+
+
+def _cards(gpu: str) -> list[str]:
+    """The names in `expected.CARDS` that a GPU's name holds."""
+    return [key for key in expected.CARDS if key in gpu.lower()]
+
+
+def facts(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run: DryRun) -> dict[str, Any]:
     """What `report` says, for JSON. A buffer is alive during the launches made .. freed - 1, which count from 0."""
     return {
         "layer": as_json(s) | {"save": save},
@@ -100,12 +113,13 @@ def facts(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passe
                 "kept_bytes": of_pass.kept_bytes,
                 "kept": list(of_pass.kept),
             }
-            for of_pass in passes
+            for of_pass in run.passes
         ],
+        **expected.facts(s, run, _cards(gpu), limits.tier, save),
     }
 
 
-def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passes: tuple[Pass, ...]) -> list[str]:
+def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run: DryRun) -> list[str]:
     """Lines of text."""
     capability = f"{limits.compute_capability // 10}.{limits.compute_capability % 10}"
     lines = [
@@ -116,9 +130,9 @@ def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, pass
         f"{limits.shared_bytes_per_block // 1024} KiB of shared memory per CTA)",
         "+ allocates, - frees; launches by number",
     ]
-    for of_pass in passes:
+    for of_pass in run.passes:
         lines += ["", of_pass.name, *_steps(of_pass), *_totals(of_pass)]
-    return lines
+    return [*lines, "", *expected.report(s, run, _cards(gpu), limits.tier, save)]
 
 
 def _steps(of_pass: Pass) -> list[str]:

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from moeblaze_cupy.cuda import launch_config
-from moeblaze_cupy.tools import dry_run, memory
+from moeblaze_cupy.tools import dry_run, expected, memory
 from moeblaze_cupy.tools.command import print_json
 from moeblaze_cupy.tools.dry_run import Allocation, DryRun, Pass, allocation_of
 from moeblaze_cupy.tools.memory import Term, format_bytes
@@ -77,6 +77,7 @@ def facts(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Any]:
         "layer": as_json(s),
         "kernels": kernels(runs),
         "results": [dataclasses.asdict(term) for term in results(s, runs)],
+        **expected.facts(s, runs["minimal"], expected.CARDS, kernels(runs), "minimal"),
         "memory": {name: dataclasses.asdict(column) for name, column in columns(s, runs).items()},
     }
 
@@ -118,6 +119,7 @@ def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
         ),
     ):
         lines += ["", heading, *_listed(of_columns)]
+    lines += ["", *expected.report(s, runs["minimal"], expected.CARDS, kernels(runs), "minimal")]
     return lines
 
 

@@ -191,7 +191,8 @@ def test_plan_of_the_portable_kernels(option, capsys):
 
 def sections(output):
     """{heading: [(buffer, columns that have it)]} of what `plan` prints."""
-    _, *parts = output.split("\n\n")
+    _, *parts, work = output.split("\n\n")
+    assert work.startswith("Work:")
     found = {}
     for part in parts[1:]:
         heading, *lines = part.splitlines()

@@ -1,0 +1,133 @@
+"""The work of a layer's passes, and the time that they should take on the GPUs whose records are in `bench/records`.
+
+A card's record states the speeds of a large product in cuBLAS and of a copy. The longer of the FLOP's and the bytes'
+time at these speeds is the bound of a pass. Measured times are in a narrow range around the sum of both, as products
+at the card's power limit and traffic hardly overlap, so this sum gives the time to expect.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moeblaze_cupy.frameworks import ITEMSIZE
+from moeblaze_cupy.tools import memory
+from moeblaze_cupy.tools.dry_run import DryRun, allocation_of
+from moeblaze_cupy.tools.memory import LayerShape, format_bytes
+
+FORWARD, BOTH = "forward", "forward and backward"
+DTYPES = ("bfloat16", "float16")  # whose products have the speed that is on record
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOP of the products, and bytes read and written: each array once that a pass is given, makes or keeps, and
+    twice the rows that it writes for a later product or sum to read."""
+
+    flops: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """What records say of a GPU.
+
+    tokens: the fewest of a layer on record. ranges: by tier and pass, the least and the greatest time over the sum of
+    FLOP's and bytes' time. All are of calls back to back with save="minimal" in bf16 and random routing.
+    """
+
+    name: str
+    tflops: float
+    gb_per_s: float
+    tokens: int
+    ranges: dict[tuple[str, str], tuple[float, float]]
+
+    def seconds(self, work: Work) -> tuple[float, float]:
+        """Of the FLOP, and of the bytes."""
+        return work.flops / self.tflops / 1e12, work.nbytes / self.gb_per_s / 1e9
+
+
+# tests/tools/test_expected.py holds these figures against the records.
+CARDS = {
+    "h200": Card(
+        "NVIDIA H200",
+        tflops=667.9,
+        gb_per_s=4166,
+        tokens=8192,
+        ranges={
+            ("sm90", FORWARD): (0.84, 0.92),
+            ("sm90", BOTH): (0.87, 0.95),
+            ("sm80", FORWARD): (1.36, 1.57),
+            ("sm80", BOTH): (1.38, 1.63),
+        },
+    ),
+    "h100": Card(
+        "NVIDIA H100 80GB HBM3",
+        tflops=625.4,
+        gb_per_s=2863,
+        tokens=8192,
+        ranges={("sm90", FORWARD): (0.73, 0.82), ("sm90", BOTH): (0.77, 0.84)},
+    ),
+}
+
+
+def work(s: LayerShape, run: DryRun) -> dict[str, Work]:
+    """Of each pass, with the experts that can have slots. run: the layer's dry run."""
+    forward, *has_backward = run.passes
+    first_flops, flops = 2 * s.R * s.d * s.g * s.h, 2 * s.R * s.d * (s.g + 1) * s.h
+    hidden, sums = s.R * s.h * s.b, s.R * s.d * s.b if s.k > 1 else 0
+    weights = min(s.E, s.R) * s.d * (s.g + 1) * s.h * s.b
+    router_weights = ITEMSIZE[s.weights_dtype] * s.slots if s.has_weights else 0
+    given, out = run.x_bytes + weights + router_weights, allocation_of(forward.kept["out"]).nbytes
+    kept = run.saved_bytes - run.x_bytes if has_backward else 0
+    found = {FORWARD: Work(flops, given + out + kept + 2 * (hidden + sums))}
+    if has_backward:
+        again = 0 if any(name.startswith("first layer") for name in forward.kept) else first_flops
+        nbytes = given + out + kept + memory.total(memory.gradients(s)) + 2 * ((s.g + 1) * hidden + sums)
+        found[BOTH] = Work(3 * flops + again, found[FORWARD].nbytes + nbytes)
+    return found
+
+
+def times(s: LayerShape, run: DryRun, card: Card, tier: str, save: str | None) -> dict[str, Any]:
+    """By pass, the bound in seconds, and the range to expect, which is None where no layer like this is on record.
+
+    {} for products of another speed than those on record.
+    """
+    of_passes = work(s, run)
+    if s.dtype not in DTYPES or s.precision is not None:
+        return {}
+    is_plain = s.options == memory.PLAIN and not s.ragged and s.bias is None
+    on_record = is_plain and save in ("minimal", None) and card.tokens <= s.L
+    found = {}
+    for name, of_pass in of_passes.items():
+        both = card.seconds(of_pass)
+        ratios = card.ranges.get((tier, name)) if on_record else None
+        found[name] = {"bound_s": max(both), "expected_s": ratios and [sum(both) * ratio for ratio in ratios]}
+    return found
+
+
+def facts(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: str | None) -> dict[str, Any]:
+    """For JSON. cards: names in CARDS."""
+    of_cards = {key: times(s, run, CARDS[key], tier, save) for key in cards}
+    return {"work": {name: asdict(of_pass) for name, of_pass in work(s, run).items()}, "time": of_cards}
+
+
+def report(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: str | None) -> list[str]:
+    """Lines of text. cards: names in CARDS."""
+    lines = ["Work:"]
+    for name, of_pass in work(s, run).items():
+        lines.append(f"  {name:<22}{of_pass.flops / 1e12:>10,.3f} TFLOP{format_bytes(of_pass.nbytes):>12} of traffic")
+    for card in map(CARDS.__getitem__, cards):
+        found = times(s, run, card, tier, save)
+        if not found:
+            continue
+        lines.append(f"Time on {card.name}, of calls back to back:")
+        for name, times_of in found.items():
+            text = f"  {name:<22}{1e3 * times_of['bound_s']:>10,.3f} ms"
+            text += f" at {card.tflops:.0f} TFLOP/s and {card.gb_per_s:,.0f} GB/s"
+            if times_of["expected_s"]:
+                least, most = (1e3 * seconds for seconds in times_of["expected_s"])
+                text += f"; expect {least:,.3f} to {most:,.3f} ms"
+            lines.append(text)
+        if not any(times_of["expected_s"] for times_of in found.values()):
+            lines.append("  no layer like this is on record, so there is no range to expect")
+    return lines
