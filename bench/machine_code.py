@@ -3,7 +3,9 @@
 `python -m bench.machine_code BEFORE [AFTER]`: commits, or folders with a checkout; AFTER is this checkout if left out.
 For whoever renames, moves or comments kernel code, which must change nothing, or wants to know which variants an edit
 reaches. Each side lists its variants by its own loader, all are compiled by one NVRTC. What is compared are the
-sections of instructions (.text.*) and of constants; names of sections and debugging data are left out.
+sections of instructions (.text.*) and of the constants that they hold; names of sections and debugging data are left
+out. So are variables of the source (.nv.global*), which no kernel reads: the compiler lists the constants of a header
+among them, wherever it is included.
 """
 
 import argparse
@@ -95,7 +97,7 @@ def code_sections(cubin: bytes) -> Iterator[bytes]:
         has_text |= name.startswith(b".text.")
         if kind != 1 or name == b".nv.constant4":  # 1: SHT_PROGBITS; 4: addresses, one for each variable of the source
             continue
-        if name.startswith((b".text.", b".nv.constant", b".nv.global")):
+        if name.startswith((b".text.", b".nv.constant")):
             yield cubin[start : start + size]
     if not has_text:
         raise ValueError("machine_code: expected sections .text.*, got none")

@@ -24,24 +24,22 @@
 // half, then of the second. It has the scales of these in the second half of the slot: of a and of b, or of both for each half.
 //
 // Spare shared memory: (8 warps, 2 slots, 2, BN) element. A lane reads only what it has fetched itself.
+template <class Params>
 struct ActivateBwdRows : EpilogueBase {
     static constexpr int SLOTS = 2, SLOT_BYTES = 2 * ROW_BYTES;
     static_assert(BN != 256 || CONSUMER_WARPS * SLOTS * SLOT_BYTES <= SPARE_BYTES, "two slots for each consumer warp");
     static constexpr bool LONG_ROWS = true;
     static constexpr int HALF_COLUMNS = BN / 2;  // of the tile, with INTERLEAVED
-    const GroupedGemmParams& params;
+    const Params& params;
     const unsigned slots;   // shared address of the lane's part of the warp's first slot
     unsigned row0, column;  // the warp's first row, and the lane's first column
     float weights;          // the router weight of the warp's row lane % 16
-#if FP8
     static constexpr bool SCALES_ROWS = true;
-    float scales;  // the scale of this row: grad_y_swi is the accumulator times it
+    float scales;  // FP8: the scale of the warp's row lane % 16; grad_y_swi is the accumulator times it
     __device__ __forceinline__ void take_scales(const float* rows, float of_weight) {
         scales = rows[threadIdx.x & 15] * of_weight;
     }
-#endif
-#if FP8
-    // The gradients of a and b of row done - 1. The next call of next() stores them as e4m3, which overlaps with its
+    // FP8: the gradients of a and b of row done - 1. The next call of next() stores them as e4m3, which overlaps with its
     // activations.
     using Shared = SharedScaling<1 + GATED>;
     float held[1 + GATED][8];
@@ -58,10 +56,9 @@ struct ActivateBwdRows : EpilogueBase {
         const float scale = store_quantised(to, params.columns, held, [&](int) { return stores && inside(); });
         if (Shared::stores() && group_inside && stores) quantised_scale[done - 1] = scale;
     }
-#endif
     Row8<element> a_row;  // a of row `done`, or with INTERLEAVED its first pairs; with FP8_SAVED all e4m3 of the lane
 
-    __device__ __forceinline__ explicit ActivateBwdRows(const GroupedGemmParams& params)
+    __device__ __forceinline__ explicit ActivateBwdRows(const Params& params)
         : params(params),
           slots(shared_address(dynamic_shared) + SPARE + consumer_warp() * SLOTS * SLOT_BYTES + (threadIdx.x & 31) * 16) {}
 
@@ -79,43 +76,23 @@ struct ActivateBwdRows : EpilogueBase {
     __device__ __forceinline__ bool inside() const { return column < params.columns; }
     __device__ __forceinline__ bool inside_second() const { return column + HALF_COLUMNS < params.columns; }  // INTERLEAVED
 
-#if FP8_SAVED
     static constexpr int HALVES = 1 + GATED, SCALES_BYTES = HALVES * sizeof(float);
-    // The scales of the group of column `first` in the warp's row `row`.
-    __device__ __forceinline__ const float* scales_at(int row, unsigned first) const {
-        return SavedScales<HALVES>(params.first_layer, params.num_slots, params.columns).at(row0 + row, first);
-    }
     __device__ __forceinline__ void fetch(int row) {
-        const bool first = inside() && row < rows, second = INTERLEAVED ? inside_second() && row < rows : first;
-        const saved_t* from = INTERLEAVED ? pairs_at(params.first_layer, row) : at<HALVES>(params.first_layer, row);
-        cp_async_small<8>(slot(row), from, first ? 8 : 0);
-        if (GATED) cp_async_small<8>(slot(row) + 8, from + (INTERLEAVED ? 2 * HALF_COLUMNS : params.columns), second ? 8 : 0);
-        const float* scales = scales_at(row, column);
-        cp_async_small<SCALES_BYTES>(slot(row) + ROW_BYTES, scales, first ? SCALES_BYTES : 0);
-        if (INTERLEAVED) cp_async_small<SCALES_BYTES>(slot(row) + ROW_BYTES + 8, scales + HALVES, second ? SCALES_BYTES : 0);
-        cp_async_commit();
-    }
-    __device__ __forceinline__ void unpack_saved(float (&a)[8], float (&b)[8]) const {
-        const uint4 scales = load_shared_16(slot(done) + ROW_BYTES);
-        const float gate = __uint_as_float(scales.x), up = __uint_as_float(scales.y);
-        unpack_e4m3(a, a_row.words[0], a_row.words[1]);
-        if (GATED) unpack_e4m3(b, a_row.words[2], a_row.words[3]);
-        if (INTERLEAVED) take_pairs_apart(a, b);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            const bool second = INTERLEAVED && c >= 4;
-            a[c] *= second ? __uint_as_float(scales.z) : gate;
-            if (GATED) b[c] *= second ? __uint_as_float(scales.w) : up;
-        }
-    }
-#else
-    __device__ __forceinline__ void fetch(int row) {
-        if constexpr (INTERLEAVED) {
+        if constexpr (FP8_SAVED) {
+            const bool first = inside() && row < rows, second = INTERLEAVED ? inside_second() && row < rows : first;
+            const auto from = INTERLEAVED ? pairs_at(params.first_layer, row) : at<HALVES>(params.first_layer, row);
+            cp_async_small<8>(slot(row), from, first ? 8 : 0);
+            if (GATED) cp_async_small<8>(slot(row) + 8, from + (INTERLEAVED ? 2 * HALF_COLUMNS : params.columns), second ? 8 : 0);
+            const float* scales =
+                SavedScales<HALVES>(params.first_layer, params.num_slots, params.columns).at(row0 + row, column);
+            cp_async_small<SCALES_BYTES>(slot(row) + ROW_BYTES, scales, first ? SCALES_BYTES : 0);
+            if (INTERLEAVED) cp_async_small<SCALES_BYTES>(slot(row) + ROW_BYTES + 8, scales + HALVES, second ? SCALES_BYTES : 0);
+        } else if constexpr (INTERLEAVED) {
             const element* from = pairs_at(params.first_layer, row);
             cp_async_16(slot(row), from, inside() && row < rows ? 16 : 0);
             cp_async_16(slot(row) + ROW_BYTES, from + 2 * HALF_COLUMNS, inside_second() && row < rows ? 16 : 0);
         } else {
-            const element* from = at<1 + GATED>(params.first_layer, row);
+            const element* from = at<HALVES>(params.first_layer, row);
             const unsigned bytes = inside() && row < rows ? 16 : 0;
             cp_async_16(slot(row), from, bytes);
             if (GATED) cp_async_16(slot(row) + ROW_BYTES, from + params.columns, bytes);
@@ -123,11 +100,23 @@ struct ActivateBwdRows : EpilogueBase {
         cp_async_commit();
     }
     __device__ __forceinline__ void unpack_saved(float (&a)[8], float (&b)[8]) const {
-        a_row.unpack(a);
-        if (GATED) Row8<element>(load_shared_16(slot(done) + ROW_BYTES)).unpack(b);
-        if (INTERLEAVED) take_pairs_apart(a, b);
+        if constexpr (FP8_SAVED) {
+            const uint4 scales = load_shared_16(slot(done) + ROW_BYTES);
+            unpack_e4m3(a, a_row.words[0], a_row.words[1]);
+            if (GATED) unpack_e4m3(b, a_row.words[2], a_row.words[3]);
+            if (INTERLEAVED) take_pairs_apart(a, b);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                const bool second = INTERLEAVED && c >= 4;
+                a[c] *= __uint_as_float(second ? scales.z : scales.x);
+                if (GATED) b[c] *= __uint_as_float(second ? scales.w : scales.y);
+            }
+        } else {
+            a_row.unpack(a);
+            if (GATED) Row8<element>(load_shared_16(slot(done) + ROW_BYTES)).unpack(b);
+            if (INTERLEAVED) take_pairs_apart(a, b);
+        }
     }
-#endif
     // grad_y_swi of the lane's columns of row `row`, from the finished tile.
     __device__ __forceinline__ Row8<element> grad_row(int row) const {
         const int lane = threadIdx.x & 31;
@@ -158,9 +147,7 @@ struct ActivateBwdRows : EpilogueBase {
         rows = count, done = 0;
         row0 = static_cast<unsigned>(first_row), column = n0 + lane * (INTERLEAVED ? LANE_COLUMNS / 2 : LANE_COLUMNS);
         weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows <= 0: that of the tile's last row
-#if FP8
-        begin_quantised();
-#endif
+        if constexpr (FP8) begin_quantised();
         fetch(0);
         fetch(1);
     }
@@ -169,21 +156,15 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         if (done == 0) load_a(0);
         const float w = __shfl_sync(0xffffffffu, weights, done);
-#if FP8
-        const float scale = __shfl_sync(0xffffffffu, scales, done);
+        const float scale = FP8 ? __shfl_sync(0xffffffffu, scales, done) : 1.f;
         auto scaled = [&](float v) { return v * scale; };
-#else
-        auto scaled = [](float v) { return v; };
-#endif
         const float scaled_w = scaled(w);
         const ActivationConstants constants = constants_of(params);
         float grad[8], a[8], b[8], y_swi[8], dot[2] = {};
         unpack_saved(a, b);
         grad_row(done).unpack(grad);
         fetch(done + SLOTS);
-#if FP8
-        store_held();
-#endif
+        if constexpr (FP8) store_held();
         if (STORED_Y_SWI) load_y_swi(y_swi, done);
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -218,10 +199,10 @@ struct ActivateBwdRows : EpilogueBase {
             if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
             if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
-#if FP8
+        if constexpr (FP8) {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) held[0][c] = a[c], held[GATED][c] = GATED ? b[c] : a[c];
-#endif
+            for (int c = 0; c < 8; ++c) held[0][c] = a[c], held[GATED][c] = GATED ? b[c] : a[c];
+        }
         __syncwarp();  // all lanes have read the row
         // Without WEIGHTS_ON_INPUT the products lack the row's scale.
         const float sum = dot[0] + dot[1];
@@ -231,9 +212,7 @@ struct ActivateBwdRows : EpilogueBase {
 
     // Stores the partial sums. A row has 32 parts, of which two lanes add 16 each.
     __device__ __forceinline__ void end() const {
-#if FP8
-        store_held();
-#endif
+        if constexpr (FP8) store_held();
         const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;
         cp_async_wait<0>();  // fetch() ran past the last row: its copies must end before begin() fills these slots again
         __syncwarp();

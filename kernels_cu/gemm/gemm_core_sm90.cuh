@@ -59,10 +59,8 @@ struct EpilogueBase {
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp's rows: how many the tile has, and how many are done
     __device__ __forceinline__ void end() {}
-#if FP8
-    static constexpr bool SCALES_ROWS = false;  // the epilogue itself multiplies rows by their scales; else scale_rows does
+    static constexpr bool SCALES_ROWS = false;  // FP8: the epilogue multiplies rows by their scales; else scale_rows does
     __device__ __forceinline__ void take_scales(const float*, float) {}
-#endif
     // Work of the epilogue for a producer warp that loads nothing.
     template <class Params>
     static __device__ __forceinline__ void idle_producer_warp(const Params&) {}

@@ -56,11 +56,12 @@
 #include "tile_bias_sm90.cuh"
 #endif
 #include "epilogue_bwd_sm90.cuh"
+#include "grouped_gemm_params_sm90.cuh"
 #if FP8
 #include "scaled_products_sm90.cuh"
 #endif
 
-typedef EPILOGUE Epilogue;
+typedef EPILOGUE<GroupedGemmParams> Epilogue;
 constexpr bool SPLIT = Epilogue::SPLIT;
 constexpr int B_PER_COLUMN = Epilogue::PAIRS ? 2 : 1;  // columns of B for each column of the result
 static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN / B_PER_COLUMN), "columns of the result in a tile");

@@ -467,6 +467,17 @@ def instructions(variant, arch: str, folder: Path) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.skipif(not DISASSEMBLER, reason='needs cuobjdump and nvdisasm: pip install -e ".[compile]"')
+def test_no_kernel_reads_a_variable_of_its_source(tmp_path):
+    """Their addresses are in constant bank 4. So bench/machine_code.py need not compare them."""
+    tool, environment = DISASSEMBLER
+    for variant in one_of_each_source():
+        file = tmp_path / "kernels.cubin"
+        file.write_bytes(compiled(variant, "90a").cubin)
+        done = subprocess.run([tool, "-sass", file], env=environment, capture_output=True, text=True, check=True)
+        assert "c[0x0]" in done.stdout and "c[0x4]" not in done.stdout, variant.source
+
+
 def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     opcodes = instructions(variant, arch, folder)
     counts = Counter(opcode.split(".")[0] for opcode in opcodes)
