@@ -14,7 +14,7 @@ constexpr int CHUNK = next_power_of_two(LANE_K);
 constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // into which a lane divides its values; each has a maximum
 static_assert(LANE_K <= PARTS * LANES && PARTS <= (LANES > 1 ? VALUES : PARTS), "their maxima bound the last chosen key");
 
-constexpr bool WEIGHS_BY_ROW = SCORE == SOFTMAX && !RENORMALIZE;
+[[maybe_unused]] constexpr bool WEIGHS_BY_ROW = SCORE == SOFTMAX && !RENORMALIZE;
 
 struct ListedRow {
     static constexpr int MOST = 24;
