@@ -151,17 +151,22 @@ class CuPy:
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bool) -> Buffer:
-        stored = in_memory(shape, transposed)
+        stored = in_memory(shape, transposed) if transposed else shape
         array = sys.modules["cupy"].empty(stored, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         return Buffer(array.swapaxes(1, 2) if transposed else array, array.data.ptr)
 
     @staticmethod
     def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-        pointers = [0 if a is None else a.data.ptr for a in given]
-        layouts = [
-            None if a is None else (a.shape, a.strides, a.dtype, a.device.id, pointer % ALIGNMENT)
-            for a, pointer in zip(given, pointers, strict=True)
-        ]
+        layouts: list[Any] = []
+        pointers = []
+        for a in given:
+            if a is None:
+                layouts.append(None)
+                pointers.append(0)
+            else:
+                pointer = a.data.ptr
+                layouts.append((a.shape, a.strides, a.dtype, a.device.id, pointer % ALIGNMENT))
+                pointers.append(pointer)
         return tuple(layouts), pointers
 
     @staticmethod
@@ -224,20 +229,18 @@ class Torch:
             raise RuntimeError
         torch = sys.modules.get("torch")  # None where the arrays only behave like tensors
         tracked = torch is not None and torch.is_grad_enabled()
-        pointers = [0 if a is None else a.data_ptr() for a in given]
-        layouts = [
-            None
-            if a is None
-            else (
-                a.shape,
-                a.stride(),
-                a.dtype,
-                a.device,
-                pointer % ALIGNMENT if pointer >= _PAST_OFFSETS or (pointer and not _is_freed(a)) else None,
-                tracked and a.requires_grad,
-            )
-            for a, pointer in zip(given, pointers, strict=True)
-        ]
+        layouts: list[Any] = []
+        pointers = []
+        for a in given:
+            if a is None:
+                layouts.append(None)
+                pointers.append(0)
+            else:
+                pointer = a.data_ptr()
+                is_there = pointer >= _PAST_OFFSETS or (pointer and not _is_freed(a))
+                start = pointer % ALIGNMENT if is_there else None
+                layouts.append((a.shape, a.stride(), a.dtype, a.device, start, tracked and a.requires_grad))
+                pointers.append(pointer)
         return tuple(layouts), pointers
 
     @staticmethod

@@ -438,7 +438,8 @@ class MoE(torch.nn.Module):
             return None
         parameters = self.w1_storage, self.w2_storage
         torch_fp8.refuse_parts("MoE: quantize_weights", self._sharded)
-        made: Fp8Weights | None = self._fp8.hold(self, parameters, *self._weights(), self.gate_up)
+        w1, w2 = (parameter.transpose(1, 2) for parameter in parameters)
+        made: Fp8Weights | None = self._fp8.hold(self, parameters, w1, w2, self.gate_up)
         return made
 
     @property
@@ -450,9 +451,6 @@ class MoE(torch.nn.Module):
     def gather_in_e4m3(self, experts: Any) -> None:
         """Has forwards use what all-gathers bring in e4m3. experts: a `fsdp.e4m3.Experts`, or None to end it."""
         self._fp8.gathered = experts
-
-    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -478,18 +476,18 @@ class MoE(torch.nn.Module):
 
         A token whose token_mask is False has logits and an output of 0, and no part in any gradient, even if it is NaN.
         """
-        routed, d = self.router.shape
+        router, w1 = self.router, self.w1_storage  # each is looked up in a dict of the module
+        routed, d = router.shape
         if not isinstance(x, torch.Tensor):
             raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
         if x.is_nested:
             raise checks.bad_type("MoE", "x", torch_arguments.DENSE, "a nested one")
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
-        w1 = self.w1_storage
         dtype, experts = w1.dtype, w1.shape[0] + self.identity_experts
         if routed != experts:
             expected = f"shape (E + identity_experts, d) = ({experts}, {d}), as w1_storage has {w1.shape[0]} experts"
-            raise checks.bad_value("MoE", "router", expected, tuple(self.router.shape))
+            raise checks.bad_value("MoE", "router", expected, tuple(router.shape))
         if x.dtype != dtype and not torch_arguments.in_autocast(x):
             if dtype not in DTYPES:
                 names = " or ".join(map(str, DTYPES))
@@ -504,7 +502,7 @@ class MoE(torch.nn.Module):
                 raise checks.bad_value("MoE", "token_mask", "None with routing, which gets logits alone", "a mask")
             token_mask = token_mask.reshape(-1).contiguous()
             torch_arguments.check_mask(token_mask, tokens)
-        logits = torch_router.router_logits(tokens, self.router, token_mask)
+        logits = torch_router.router_logits(tokens, router, token_mask)
         if self.routing is not None:
             weights, ids, *sums = torch_arguments.routed(self.routing(logits), tokens.shape[0], self.k)
         else:
@@ -529,13 +527,13 @@ class MoE(torch.nn.Module):
     def _experts(
         self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shape: tuple[int, ...] | None
     ) -> torch.Tensor:
-        gathered = self._fp8.gathered
-        if gathered is not None and gathered.have(self.w1_storage, self.w2_storage):
-            w1, w2, fp8_weights = gathered.weights(self.w1_storage, self.w2_storage)
+        gathered, parameters = self._fp8.gathered, (self.w1_storage, self.w2_storage)
+        if gathered is not None and gathered.have(*parameters):
+            w1, w2, fp8_weights = gathered.weights(*parameters)
         else:
-            w1, w2 = self._weights()
-            fp8_weights = self._fp8.of(self.w1_storage, self.w2_storage)
-        accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
+            w1, w2 = (parameter.transpose(1, 2) for parameter in parameters)
+            fp8_weights = self._fp8.of(*parameters)
+        accumulate = dict(zip(("w1", "w2"), parameters, strict=True)) if self.accumulate_into_main_grad else False
         layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)
         of_slots = self.weights_on, False, self.identity_experts, None
         options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, self.precision)

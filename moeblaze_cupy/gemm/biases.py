@@ -15,11 +15,35 @@ from moeblaze_cupy.dispatch.launches import (
 )
 from moeblaze_cupy.frameworks import ALIGNMENT, Layout
 from moeblaze_cupy.gemm import variants as gemm_variants
-from moeblaze_cupy.types import one_or_pair
+
+
+class Parameter:
+    """What the layouts of a weight and of a bias have in common: one array, or the pair (gate, up), which are alike."""
+
+    layouts: tuple[Layout, ...]
+    up_offset: int
+    transposed: bool  # the last dimension but one is the contiguous one
+
+    @property
+    def dtype(self) -> str:
+        return self.layouts[0].dtype
+
+    def halves(self, first: int, second: int = 0) -> tuple[int, int]:
+        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
+        return first, (second or first) + self.up_offset
+
+    def empty_gradient(self, run: Runtime) -> tuple[Any, tuple[int, ...]]:
+        """A new array, or the pair (gate, up), in the shapes and memory order of the parameter; and their addresses."""
+        form = self.layouts[0].shape, self.layouts[0].dtype, self.transposed
+        first = run.empty(*form)
+        if len(self.layouts) == 1:
+            return first.array, (first.ptr,)
+        second = run.empty(*form)
+        return (first.array, second.array), (first.ptr, second.ptr)
 
 
 @dataclass(frozen=True)
-class Bias:
+class Bias(Parameter):
     """The layout of a bias or of its gradient: (E, columns), or the pair (gate, up).
 
     `up_offset` separates the up half's start, in bytes, from that of the last array; `half` is the number of columns
@@ -31,6 +55,7 @@ class Bias:
     up_offset: int
     stride: int
     misalignment: int  # of the halves' starts; 0 if both are aligned
+    transposed: bool = False
 
     @classmethod
     def of(cls, layouts: tuple[Layout, ...], half_columns: int | None = None) -> "Bias":
@@ -42,26 +67,13 @@ class Bias:
         return cls(layouts, half, up_offset, first.strides[0], math.gcd(ALIGNMENT, *starts) % ALIGNMENT)
 
     @property
-    def dtype(self) -> str:
-        return self.layouts[0].dtype
-
-    @property
     def columns(self) -> int:
         """Columns of all halves together."""
         return sum(layout.shape[1] for layout in self.layouts)
 
-    def halves(self, first: int, second: int = 0) -> tuple[int, int]:
-        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
-        return first, (second or first) + self.up_offset
-
     def gradient_layouts(self) -> tuple[Layout, ...]:
         """The layouts of new arrays for the gradient: packed, in the shapes of the bias."""
         return tuple(layout._replace(strides=(layout.shape[1], 1), misalignment=0) for layout in self.layouts)
-
-    def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
-        """A new array, or the pair (gate, up), in the shapes of the bias; and their addresses."""
-        buffers = [run.empty(layout.shape, layout.dtype) for layout in self.layouts]
-        return one_or_pair([buffer.array for buffer in buffers]), [buffer.ptr for buffer in buffers]
 
 
 _ADDRESSES = (

@@ -18,13 +18,13 @@ from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, LISTS, IndexLa
 from moeblaze_cupy.frameworks import ALIGNMENT, ITEMSIZE, Array, Buffer, Layout
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import variants as gemm_variants
-from moeblaze_cupy.gemm.biases import Bias
+from moeblaze_cupy.gemm.biases import Bias, Parameter
 from moeblaze_cupy.rows import push
-from moeblaze_cupy.types import Activation, activation_of, is_gated, one_or_pair
+from moeblaze_cupy.types import Activation, activation_of, is_gated
 
 
 @dataclass(frozen=True)
-class Weight:
+class Weight(Parameter):
     """The layout of an expert weight, or of its gradient: one array, or the pair (gate, up).
 
     Element (e, row, column) of a half lies at its start + e*expert_stride + row*ld + column, or column*ld + row where
@@ -54,14 +54,6 @@ class Weight:
     def num_experts(self) -> int:
         return self.layouts[0].shape[0]
 
-    @property
-    def dtype(self) -> str:
-        return self.layouts[0].dtype
-
-    def halves(self, first: int, second: int = 0) -> tuple[int, int]:
-        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
-        return first, (second or first) + self.up_offset
-
     def is_k_contiguous(self, entry: str) -> bool:
         """Whether the dimension that a step sums over is contiguous: rows in forward, columns in backward."""
         return self.transposed == entry.endswith("_fwd")
@@ -73,11 +65,6 @@ class Weight:
             strides = (rows * columns, 1, rows) if self.transposed else (rows * columns, columns, 1)
             layouts.append(Layout((E, rows, columns), strides, self.dtype, self.layouts[0].device))
         return tuple(layouts)
-
-    def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
-        """A new array, or the pair (gate, up), of the weight's shapes and memory order; and their addresses."""
-        buffers = [run.empty(shape, dtype, self.transposed) for shape, _, dtype, *_ in self.layouts]
-        return one_or_pair([buffer.array for buffer in buffers]), [buffer.ptr for buffer in buffers]
 
 
 @dataclass(frozen=True)
