@@ -82,11 +82,17 @@ def untransformed(function: str, first: str, tensors: Iterable[Any]) -> None:
         raise RuntimeError(_message(function, first, expected, transform))
 
 
+def untraced(function: str, given: Mapping[str, Any]) -> None:
+    """If the first is a torch tensor: no transform is to follow this call, as it could not."""
+    first = next(iter(given))
+    if arrays.framework_of(given[first]) is arrays.Torch:
+        untransformed(function, first, given.values())
+
+
 def untracked(function: str, given: Mapping[str, Any]) -> None:
     """If the first is a torch tensor: neither autograd nor a transform is to follow this call, as it could not."""
-    first = next(iter(given.values()))
     torch = sys.modules.get("torch")
-    if torch is None or arrays.framework_of(first) is not arrays.Torch:
+    if torch is None or arrays.framework_of(next(iter(given.values()))) is not arrays.Torch:
         return
     if torch.is_grad_enabled():
         for name, tensor in given.items():
@@ -94,7 +100,7 @@ def untracked(function: str, given: Mapping[str, Any]) -> None:
                 expected = "a tensor that requires no gradient, as none is recorded here"
                 advice = "use moe or route of moeblaze_cupy.interop.torch, or detach"
                 raise RuntimeError(_message(function, name, expected, f"one that requires it; {advice}"))
-    untransformed(function, next(iter(given)), given.values())
+    untraced(function, given)
 
 
 def unreadable(function: str, argument: str, error: Exception) -> Exception:

@@ -8,7 +8,7 @@ to all these kinds, so the fields are annotated as Any.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -369,6 +369,10 @@ class LayerArrays(NamedTuple):
         return "x", "ids", "weights", w1, "w1[1]", "w2", b1, "b1[1]", "b2", "token_offsets"
 
 
+# What LayerArrays(*values) gives, without a frame of Python: every call makes a few.
+layer_arrays: Callable[[Sequence[Any]], LayerArrays] = functools.partial(tuple.__new__, LayerArrays)
+
+
 class BackwardArrays(NamedTuple):
     """The arrays that a backward reads; also their layouts, or their addresses. `layer` has no ids and offsets."""
 
@@ -381,7 +385,7 @@ class BackwardArrays(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[Any]) -> "BackwardArrays":
         """values: one for each array, in order, those of the layer among them."""
-        return cls(values[0], LayerArrays(*values[1:-3]), *values[-3:])
+        return cls(values[0], layer_arrays(values[1:-3]), values[-3], values[-2], values[-1])
 
 
 class BackwardOptions(NamedTuple):

@@ -97,7 +97,7 @@ class _Arguments:
             values[name] = scalars[name]
         addresses = np.array([raw.ctypes.data], np.uint64)
         self.memory, self.pointer = raw.data, addresses.ctypes.data
-        self.encoded: list[int | None] = [None] * len(params.maps)  # the address in each map
+        self.encoded: tuple[int | None, ...] = (None,) * len(params.maps)  # the address in each map
         pointers = struct.Struct(f"={len(params.pointers)}Q")
         self.pack = functools.partial(pointers.pack_into, self.memory, 128 * len(params.maps))
         self._keep = addresses
@@ -109,19 +109,20 @@ class _Bound:
     A launch in progress has a struct to itself, so threads do not share one. The driver copies it while it launches.
     """
 
-    __slots__ = (*("driver_launch", "free", "geometry", "kernel", "maps", "params", "pointers", "scalars"),)
+    __slots__ = (
+        *("driver_launch", "free", "geometry", "kernel", "map_addresses", "maps", "params", "pointers", "scalars"),
+    )
 
     def __init__(self, device: int, launch: Launch) -> None:
         params = self.params = launch.params
         self.scalars = launch.scalars
-        place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
         self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
         self.geometry = (*launch.blocks, launch.threads, 1, 1, launch.shared_bytes)
         self.driver_launch = self.kernel.launcher(self.geometry, launch.overlaps)
-        self.maps = [(i, 128 * i, place[name], launch.maps[name]) for i, name in enumerate(params.maps)]
-        first, *others = (place[name] for name in params.pointers)
-        picks = (first, *others) if others else (slice(first, first + 1),)  # a tuple in both cases
-        self.pointers: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*picks)
+        self.maps = [launch.maps[name] for name in params.maps]
+        self.map_addresses, self.pointers = (
+            _picked(launch.addresses, names) for names in (params.maps, params.pointers)
+        )
         self.free: list[_Arguments] = []
         if os.environ.get("MOEBLAZE_LOG", "0") not in ("", "0"):
             print(
@@ -136,12 +137,9 @@ class _Bound:
         except IndexError:
             arguments = _Arguments(self.params, self.scalars)
         if self.maps:
-            memory, encoded = arguments.memory, arguments.encoded
-            for index, offset, place, spec in self.maps:
-                address = values[place]
-                if encoded[index] != address:
-                    memory[offset : offset + 128] = tensor_map.encode(address, spec)
-                    encoded[index] = address
+            addresses = self.map_addresses(values)
+            if addresses != arguments.encoded:
+                self._encode(arguments, addresses)
         arguments.pack(*self.pointers(values))
         try:
             self.driver_launch(stream, arguments.pointer, 0)
@@ -149,10 +147,23 @@ class _Bound:
             raise self.kernel.refused(self.geometry, error) from error
         self.free.append(arguments)
 
+    def _encode(self, arguments: _Arguments, addresses: tuple[int, ...]) -> None:
+        """Writes the tensor maps whose addresses are others than those of the last launch."""
+        for i, (address, before) in enumerate(zip(addresses, arguments.encoded, strict=True)):
+            if address != before:
+                arguments.memory[128 * i : 128 * (i + 1)] = tensor_map.encode(address, self.maps[i])
+        arguments.encoded = addresses
+
+
+def _picked(names: tuple[str, ...], picked: tuple[str, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """A function that takes the values of `picked` out of one for each of `names`."""
+    first, *others = map(names.index, picked or names[:1])
+    return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))  # a tuple in both cases
+
 
 @dataclass(slots=True)
 class Runtime:
-    """Where one call runs: whose allocator (a framework of `arrays`), which device, which stream (a pointer)."""
+    """Where one call runs: whose allocator (a framework of `frameworks`), which device, which stream (a pointer)."""
 
     framework: arrays.DeviceFramework
     device: int
@@ -194,17 +205,17 @@ Key = tuple[Any, ...]  # what two calls share if one record serves both
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.Lock()
-_prepared: dict[Key, "Prepared"] = {}
+_records: dict[Key, "Record"] = {}
 _caches: list[Any] = []
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A public call whose arguments have passed all checks: where it runs, and its launch records."""
+@dataclass(slots=True, eq=False)
+class Record:
+    """A public call whose arguments have passed all checks: where it runs, and its plan."""
 
     framework: arrays.DeviceFramework
     device: int
-    steps: Any  # what the public function's operation was configured to
+    plan: Any  # what the public function's operation was configured to
 
 
 def cached(configure: Function) -> Function:
@@ -214,8 +225,8 @@ def cached(configure: Function) -> Function:
     return kept  # type: ignore[return-value]  # it is called as `configure` is
 
 
-def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
-    """The key of a call's record, and the addresses of its arrays. An absent array is None, and its address 0.
+def key_of(function: str, options: Any, given: Sequence[Any]) -> tuple[Key | None, list[int]]:
+    """The key of a call's record, its layouts last, and the addresses of its arrays: 0 for an absent one, None.
 
     The key is None for arrays that neither CuPy nor torch made, and for arrays of more than one framework. Such calls
     have no record. Nor has a call on the CPU, though tensors there have a key.
@@ -227,29 +238,29 @@ def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tup
         layouts, pointers = framework.layouts(given)
     except (AttributeError, RuntimeError, TypeError):  # arrays that cannot be read: checks say why
         return None, []
-    return (function, options, framework, *layouts), pointers
+    return (function, options, framework, layouts), pointers
 
 
-def find(key: Key | None) -> Prepared | None:
+def find(key: Key | None) -> Record | None:
     try:
-        return _prepared.get(key)  # type: ignore[arg-type]  # None is no key of it
+        return _records.get(key)  # type: ignore[arg-type]  # None is no key of it
     except TypeError:  # an option that is not hashable is not a valid one
         return None
 
 
-def keep(key: Key | None, prepared: Prepared) -> Prepared:
+def keep(key: Key | None, record: Record) -> Record:
     """Keeps a record, drops the oldest of too many, and returns it. Options that are not hashable have no record."""
     if key is not None:
         with _lock, suppress(TypeError):
-            _prepared[key] = prepared
-            if len(_prepared) > MAX_RECORDS:
-                del _prepared[next(iter(_prepared))]
-    return prepared
+            _records[key] = record
+            if len(_records) > MAX_RECORDS:
+                del _records[next(iter(_records))]
+    return record
 
 
 def forget() -> None:
     """Drops all records, for whoever changes what they are made from, such as MOEBLAZE_TIER."""
     with _lock:
-        _prepared.clear()
+        _records.clear()
     for cache in _caches:
         cache.cache_clear()

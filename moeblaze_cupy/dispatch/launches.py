@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moeblaze_cupy.cuda import launch_config, loader
@@ -208,13 +208,18 @@ def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) ->
     lists = run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)
     run.launch(steps.route, ids, copy_ptr, counts_ptr, *addresses)
-    _cut_off(run, steps, lists, addresses)
+    if steps.bound:
+        _cut_off(run, steps.bound, index, lists, addresses)
     return lists, copy, addresses
 
 
-def _cut_off(run: Runtime, steps: Dispatch, lists: Buffer, addresses: Lists) -> None:
-    if steps.bound:
-        run.launch(steps.bound, *addresses, lists.ptr + 4 * steps.index.places["dropped"][0])
+def index_lists(run: Runtime, steps: Dispatch, pointers: Sequence[int]) -> tuple[Buffer, Buffer | None]:
+    """The same without the addresses. pointers: ids, token_offsets."""
+    return dispatch(run, steps, *pointers)[:2]
+
+
+def _cut_off(run: Runtime, bound: Launch, index: IndexLayout, lists: Buffer, addresses: Lists) -> None:
+    run.launch(bound, *addresses, lists.ptr + 4 * index.places["dropped"][0])
 
 
 def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
@@ -241,5 +246,6 @@ def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int)
         run.launch(steps.mark_identity, ids, tokens.ptr if tokens else 0, *addresses)
     if tokens and steps.rows_to_tokens:
         run.launch(steps.rows_to_tokens, tokens.ptr, *addresses)
-    _cut_off(run, steps, lists, addresses)
+    if steps.bound:
+        _cut_off(run, steps.bound, index, lists, addresses)
     return lists, copy, addresses

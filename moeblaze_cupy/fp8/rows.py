@@ -5,9 +5,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_cupy import checks, reference
-from moeblaze_cupy.calls import Call, untraced
-from moeblaze_cupy.cuda import runtime
-from moeblaze_cupy.cuda.runtime import Runtime, current_device
+from moeblaze_cupy.calls import Lookup, launched, untraced
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.types import Fp8Rows
 
@@ -22,14 +20,11 @@ def quantize_rows(rows: Any, out: Fp8Rows) -> None:
     Raises TypeError (dtype, device), ValueError (shape, memory order), or RuntimeError of tensors that autograd or a
     transform of torch would have to follow.
     """
-    function = "quantize_rows"
-    named = {"rows": rows, "out.values": out.values, "out.scales": out.scales}
-    key, pointers = runtime.key_of(function, (), tuple(named.values()))
-    found = runtime.find(key)
-    if found is None:
-        checks.untracked(function, named)
-        call = Call(function, **named)
-        given, values, scales = (call.described[name] for name in named)
+    function, names = "quantize_rows", ("rows", "out.values", "out.scales")
+    look = Lookup(function, (), names, (rows, *out))
+    if look.record is None:
+        call = look.begin(required=3)
+        given, values, scales = call.described.values()
         checks.shape(function, "rows", given, "L, d", (None, None))
         checks.dtype(function, "rows", given, checks.floats(given))
         checks.contiguous(function, "rows", given)
@@ -41,9 +36,5 @@ def quantize_rows(rows: Any, out: Fp8Rows) -> None:
             np.copyto(call.host("out.values"), stored)
             np.copyto(call.host("out.scales"), of_rows[:, 0])
             return
-        pointers = call.pointers()
-        found = runtime.keep(key, call.prepared(quantize.rows(given.layout)))
-    if found.steps is None:
-        return
-    with current_device(found.device):
-        Runtime.current(found.framework, found.device).launch(found.steps, *pointers)
+        look.keep(quantize.rows(given.layout))
+    look.run(launched)

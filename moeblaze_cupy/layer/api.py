@@ -6,15 +6,15 @@ from typing import Any, NamedTuple, overload
 
 from moeblaze_cupy import checks, reference
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import Call, keep, untraced
+from moeblaze_cupy.calls import Call, Lookup, exported, keep, untraced
 from moeblaze_cupy.checks import named_pair
-from moeblaze_cupy.cuda import runtime
-from moeblaze_cupy.cuda.runtime import Prepared, Runtime, current_device
+from moeblaze_cupy.cuda.runtime import Record, Runtime, current_device
 from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import operands as fp8
-from moeblaze_cupy.frameworks import Buffer, Export
+from moeblaze_cupy.frameworks import Buffer, DeviceFramework, Export
 from moeblaze_cupy.layer import forward as experts
+from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
     Activation,
@@ -25,6 +25,7 @@ from moeblaze_cupy.types import (
     LayerOptions,
     SavedForBackward,
     gate_and_up,
+    layer_arrays,
 )
 
 
@@ -93,13 +94,10 @@ def build_dispatch(
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
     num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
-    named = {"ids": ids} if token_offsets is None else {"ids": ids, "token_offsets": token_offsets}
-    key, pointers = runtime.key_of("build_dispatch", (num_experts, max_slots), tuple(named.values()))
-    export: Export = keep
-    found, kept = None if checks.CHECKS_IDS else runtime.find(key), ids
-    if found is None:
-        checks.untracked("build_dispatch", named)
-        call = Call("build_dispatch", **named)
+    look = Lookup("build_dispatch", (num_experts, max_slots), ("ids", "token_offsets"), (ids, token_offsets))
+    record = None if checks.CHECKS_IDS else look.record
+    if record is None:
+        call = look.begin()
         offsets = call.described.get("token_offsets")
         checks.ids("build_dispatch", call.described["ids"], num_experts, offsets)
         if checks.CHECKS_IDS:
@@ -111,14 +109,11 @@ def build_dispatch(
             index = map_index(on_host, call.export)
             # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
             return index if index.ids_copied or call.export is keep else dataclasses.replace(index, ids=ids)
-        (layout,), pointers, export, kept = call.layout("ids"), call.pointers(), call.export, call.owners()[0]
         num_tokens = None if offsets is None else offsets.size - 1
-        steps = dispatch.configure(layout, num_experts, call.limits, num_tokens, max_slots=max_slots)
-        found = runtime.keep(key, call.prepared(steps))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        lists, copy, _ = dispatch.dispatch(run, found.steps, *pointers)
-        return map_index(_index(found.steps, lists.array, copy.array if copy else kept), export)
+        layout = call.described["ids"].layout
+        record = look.keep(dispatch.configure(layout, num_experts, call.limits, num_tokens, max_slots=max_slots))
+    lists, copy = look.run(dispatch.index_lists)
+    return _index(record.plan, lists, ids if copy is None else copy)
 
 
 def _index(steps: dispatch.Dispatch, lists: Any, ids: Any) -> DispatchIndices:
@@ -232,18 +227,11 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
-    layer = layer_arrays("moe_forward", x, ids, weights, w1, w2, b1, b2, token_offsets)
+    gate, up = _gate_and_up("moe_forward", "w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
+    layer = layer_arrays((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
     options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
     return forward(layer, options, None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights))
-
-
-def layer_arrays(
-    function: str, x: Any, ids: Any, weights: Any, w1: Any, w2: Any, b1: Any = None, b2: Any = None, offsets: Any = None
-) -> LayerArrays:
-    """The arguments of a layer. Raises TypeError or ValueError for w1 and b1 that are neither arrays nor pairs."""
-    gate, up = _gate_and_up(function, "w1", w1)
-    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up(function, "b1", b1)
-    return LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, offsets)
 
 
 def values_and_scales(rows: Any) -> tuple[Any, Any]:
@@ -266,57 +254,64 @@ def forward(
         given = (*layer, *fp8_arrays, extras.x_scales)
         order, to = extras.fp8_weights and extras.fp8_weights.gate_up, extras.destination
         key_options = options, order, to and to.place
-    key, pointers = runtime.key_of("moe_forward", key_options, given)
-    export: Export = keep
+    look = Lookup("moe_forward", key_options, (), given)
     # A record says that such arguments have passed all checks. Only their contents may be other ones.
-    found = None if checks.CHECKS_IDS else runtime.find(key)
-    if found is None:
+    record = None if checks.CHECKS_IDS else look.record
+    if record is None:
         extras_given = extras or LayerExtras()
         call, options, described = _checked_forward(function, layer, options, extras_given, fp8_arrays)
         if call.on_cpu:
             return _forward_on_cpu(call, layer, options, extras_given)
-        to, layouts = extras_given.destination, [array and array.layout for array in described]
-        arrays_of_layer = LayerArrays(*layouts[: len(layer)])
-        plan = experts.configure_forward(arrays_of_layer, options, call.limits, not fp8_arrays, to and to.place)
-        given = [array and array.owner for array in described]
-        pointers = [array.ptr if array else 0 for array in described]
-        export, found = call.export, runtime.keep(key, call.prepared(plan))
-    with current_device(found.device):
-        return _launched_forward(found, given, pointers, extras, export)
+        to, layouts = extras_given.destination, [array and array.layout for array in described[:_LAYER]]
+        form = layer_arrays(layouts), options, call.limits, not fp8_arrays, to and to.place
+        record = look.keep_described(experts.configure_forward(*form), call, described)
+    with current_device(record.device):
+        return _launched_forward(look, record, extras)
 
 
-def _launched_forward(
-    found: Prepared, given: Sequence[Any], pointers: list[int], extras: LayerExtras | None, export: Export
-) -> tuple[Any, SavedForBackward | None]:
-    """given, pointers: of `LayerArrays`; with extras then those of `Fp8Weights`, if there are any, and x's scales."""
-    plan: experts.Forward = found.steps
-    run = Runtime.current(found.framework, found.device)
-    fp8_weights = x_scales = weights_fp8 = to = None
-    how: dict[str, Any] = {}
+def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) -> tuple[Any, SavedForBackward | None]:
+    """look: of `LayerArrays`; with extras then of the arrays of `Fp8Weights`, if there are any, and x's scales."""
+    plan: experts.Forward = record.plan
+    run = Runtime.current(record.framework, record.device)
+    pointers, given = look.pointers, look.given
+    fp8_weights = x_scales = None
+    of_pass = PLAIN_PASS
     if extras is not None:
-        fp8_weights, x_scales, to = extras.fp8_weights, extras.x_scales, extras.destination
-        how = {"wait": extras.wait, "x_scales": pointers[-1]}
-        if to:
-            how["to"] = to.addresses(found.framework)
-        elif extras.into is not None:
-            how["out"] = Buffer(extras.into, found.framework.describe(extras.into).ptr)
+        fp8_weights, x_scales = extras.fp8_weights, extras.x_scales
+        weights_fp8 = None
         if fp8_weights is not None:
             weights_fp8 = fp8.Addresses(*pointers[_LAYER:-1])
-            if export is not keep:  # what it was imported to, as of the other arrays
+            if look.export is not keep:  # what it was imported to, as of the other arrays
                 imported = dict(zip(fp8_checks.FIELDS, given[_LAYER:-1], strict=True))
                 fp8_weights = Fp8Weights(**imported, gate_up=fp8_weights.gate_up)
+        of_pass = pass_extras(record.framework, extras.into, extras.wait, weights_fp8, pointers[-1])
     if plan.quantize:
         made, weights_fp8 = plan.quantize.make(run, (pointers[3], pointers[4]), pointers[5])
-        fp8_weights = Fp8Weights(**made)
-    result = experts.moe_forward(run, plan, LayerArrays(*pointers[:_LAYER]), weights_fp8=weights_fp8, **how)
-    out = None if to else export(result.out)
+        fp8_weights, of_pass = Fp8Weights(**made), of_pass._replace(weights_fp8=weights_fp8)
+    result = experts.moe_forward(run, plan, layer_arrays(pointers[:_LAYER]), of_pass)
+    out = result.out if look.export is keep else exported(look.export, result.out)
     if plan.options.save is None:
         return out, None
-    x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, *_ = given
+    x, ids, weights, gate, up, w2, b1_gate, b1_up, b2 = given[:9]
     index = _index(plan.dispatch, result.lists, ids if result.ids is None else result.ids)
-    kept = LayerArrays(x, None, weights, gate, up, w2, b1_gate, b1_up, b2)
+    kept = layer_arrays((x, None, weights, gate, up, w2, b1_gate, b1_up, b2, None))
     made_by_forward = result.first_layer, result.y_swi, False, fp8_weights, x_scales
     return out, SavedForBackward(kept, plan.options, index, *made_by_forward)
+
+
+def pass_extras(
+    framework: DeviceFramework,
+    into: Any,
+    wait: Callable[[], None] | None,
+    weights_fp8: fp8.Addresses | None,
+    x_scales: int,
+    grad_scales: int = 0,
+) -> PassExtras:
+    """into: as of `LayerExtras`."""
+    if isinstance(into, Destination):
+        return PassExtras(None, wait, weights_fp8, x_scales, grad_scales, into.addresses(framework))
+    out = None if into is None else Buffer(into, framework.describe(into).ptr)
+    return PassExtras(out, wait, weights_fp8, x_scales, grad_scales)
 
 
 _LAYER = len(LayerArrays._fields)

@@ -6,7 +6,7 @@ launches, in a straight line. `weight_gradients` has the other half of a divided
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from moeblaze_cupy.gemm import products as grouped_gemm
 from moeblaze_cupy.gemm.biases import Bias, BiasBwd
 from moeblaze_cupy.gemm.panels import Panels
 from moeblaze_cupy.gemm.products import NOT_FP8, Fp8, Gemm, Operand, Weight, Wgrad
-from moeblaze_cupy.layer.forward import Shape, half_columns, identity_rows, rows_of_slots
+from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras, Shape, half_columns, identity_rows, rows_of_slots
 from moeblaze_cupy.layer.weight_gradients import gradient_memory, up_columns
 from moeblaze_cupy.rows import aggregation, push
 from moeblaze_cupy.types import BackwardArrays, BackwardOptions, Gradients, LayerOptions, SavedForBackward, is_consumed
@@ -330,26 +330,21 @@ def moe_backward(
     saved: SavedForBackward,
     accumulate: Mapping[str, Sequence[int]],
     arrays: BackwardArrays,
-    *,
-    grad_x: Buffer | None = None,
-    weights_fp8: fp8.Addresses | None = None,
-    wait: Callable[[], None] | None = None,
-    x_scales: int = 0,
-    grad_scales: int = 0,
-    to: push.Addresses = push.NOWHERE,
+    extras: PassExtras = PLAIN_PASS,
 ) -> Results:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
-    accumulate: by name, the buffers that gradients of weights and biases are added to. grad_x: memory for it; None
-    allocates it. wait: has the stream wait for rows of grad_out that are on their way, for a layer without biases.
-    `saved` is told when it is about to be overwritten. x_scales, grad_scales: of the rows of x and grad_out in e4m3.
-    to: where the gradient of x goes, in place of an array.
+    accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
+    to be overwritten. extras: `wait` is for a layer without biases.
     """
+    grad_x, wait, weights_fp8, x_scales, grad_scales, to = extras
     layer, needs, index = arrays.layer, steps.how.needs, steps.index.addresses(arrays.lists)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.index, index)
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in needs else None
-    recomputed = _recomputed(run, steps, arrays, (index, squares), weights_fp8, x_scales)
+    recomputed = None
+    if steps.first_layer:
+        recomputed = _recomputed(run, steps, steps.first_layer, arrays, (index, squares), weights_fp8, x_scales)
     first_layer = recomputed.ptr if recomputed else arrays.first_layer
     separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
     first_layer_grad = separate.ptr if separate else first_layer
@@ -375,7 +370,9 @@ def moe_backward(
     partial_sums, first_layer_grad_e4m3 = _down_bwd(
         run, steps, arrays, grad_rows, to_layer, row_weights_ptr, weights_fp8, grad_scales
     )
-    grad_b2 = _down_bias_bwd(run, steps, arrays, grad_rows, row_weights_ptr, partial_sums, accumulate)
+    grad_b2 = None
+    if steps.down_bias:
+        grad_b2 = _down_bias_bwd(run, steps, arrays, grad_rows, row_weights_ptr, partial_sums, accumulate)
     del row_weights
     if partial_sums and steps.weights_bwd and grad_weights:
         run.launch(steps.weights_bwd, partial_sums.ptr, index[TOKEN_INDEX_MAP], grad_weights.ptr)
@@ -411,27 +408,26 @@ def moe_backward(
     if steps.up_bias_bwd and steps.up_bias and steps.up_bias_gradient:
         grad_b1, addresses = gradient_memory(run, steps.up_bias, accumulate.get("b1"))
         biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, steps.up_bias_gradient.halves(*addresses))
-    made = (buffer.array if buffer else None for buffer in (grad_x, grad_weights, *kept))
-    of_x, of_weights, *deferred = made
-    return Results(Gradients(of_x, of_weights, grad_w1, grad_w2, grad_b1, grad_b2), *deferred)
+    of_x, of_weights = grad_x and grad_x.array, grad_weights and grad_weights.array
+    grads = Gradients(of_x, of_weights, grad_w1, grad_w2, grad_b1, grad_b2)
+    return Results(grads, *(buffer and buffer.array for buffer in kept))
 
 
 def _recomputed(
     run: Runtime,
     steps: Backward,
+    shape: Shape,
     arrays: BackwardArrays,
     lists: tuple[Lists, Lists],
     weights_fp8: fp8.Addresses | None,
     x_scales: int,
-) -> Buffer | None:
-    """The first layer in memory of its own, computed again or converted from e4m3; None where it was saved as it is.
+) -> Buffer:
+    """The first layer in memory of its own, computed again or converted from e4m3.
 
     lists: dispatch's, and those of square tiles.
     """
-    if not steps.first_layer:
-        return None
     layer, (index, squares) = arrays.layer, lists
-    made = run.empty(steps.first_layer, steps.dtype)
+    made = run.empty(shape, steps.dtype)
     if steps.dequantize_saved:
         run.launch(steps.dequantize_saved, made.ptr, index[EXPERT_TOKEN_OFFSETS], arrays.first_layer)
     if steps.up_fwd:

@@ -8,17 +8,17 @@ import numpy as np
 
 from moeblaze_cupy import checks, overlaps, reference
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import Call, keep, untraced
+from moeblaze_cupy.calls import Call, Lookup, keep, untraced
 from moeblaze_cupy.checks import named_pair
-from moeblaze_cupy.cuda import runtime
 from moeblaze_cupy.cuda.runtime import Runtime, current_device
 from moeblaze_cupy.dispatch.launches import IndexLayout
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import operands as fp8
-from moeblaze_cupy.frameworks import Array, Buffer, DeviceFramework, Export, Framework
+from moeblaze_cupy.frameworks import Array, DeviceFramework, Export, Framework
 from moeblaze_cupy.gemm.products import Summed
 from moeblaze_cupy.layer import backward, weight_gradients
-from moeblaze_cupy.layer.api import map_saved, values_and_scales
+from moeblaze_cupy.layer.api import map_saved, pass_extras, values_and_scales
+from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.layer.weight_gradients import Totals
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
@@ -237,12 +237,12 @@ def moe_backward_weights(
         totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
         host = reference.moe_backward(host_grad, host_saved, needs=needs, accumulate=totals)
         return _exported(call.export, accumulate, host)
-    accumulated = tuple((name, tuple(call.layout(*names))) for name, names in buffers.items())
+    accumulated = tuple((name, tuple(call.described[n].layout for n in names)) for name, names in buffers.items())
     steps, addresses = _configured(call, pending, in_memory, needs, Totals(accumulated))
-    prepared, describe = call.prepared(steps), call.framework.describe
-    with current_device(prepared.device):
+    record, describe = call.record(steps), call.framework.describe
+    with current_device(record.device):
         grads = weight_gradients.moe_backward_weights(
-            Runtime.current(prepared.framework, prepared.device),
+            Runtime.current(record.framework, record.device),
             steps,
             addresses,
             {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
@@ -309,18 +309,11 @@ def summed_weights(
     for name in needs:
         places = {rank: describe(array).ptr for rank, array in at[name].items()}
         to[name] = weight_gradients.OfRanks(sums[name].ptr, describe(others[name]).ptr, places)
-    prepared = call.prepared(steps)
+    record = call.record(steps)
     pending.consumed = True
-    with current_device(prepared.device):
-        weight_gradients.summed_weights(
-            Runtime.current(prepared.framework, prepared.device),
-            steps,
-            read,
-            ranks,
-            to,
-            tell,
-            wait,
-        )
+    with current_device(record.device):
+        run = Runtime.current(record.framework, record.device)
+        weight_gradients.summed_weights(run, steps, read, ranks, to, tell, wait)
     return True
 
 
@@ -359,27 +352,26 @@ def run_backward(
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
     needs = checks.gradient_names(function, needs, saved.gradients)
     how = BackwardOptions(needs, bool(keep_saved), extras.defers_weights)
-    _check_extras(function, saved, how, grad_scales is not None)
-    index, to = saved.index, extras.destination
+    index, to, in_e4m3 = saved.index, extras.destination, (saved.x_scales is not None, grad_scales is not None)
+    if extras.defers_weights or True in in_e4m3:
+        _check_extras(function, saved, how, True in in_e4m3)
     given: Sequence[Any] = grad_out, *saved.arrays, index.lists, saved.first_layer, saved.y_swi
-    key, totals = None, ()
-    if accumulate is None or isinstance(accumulate, Mapping):  # else the checks say what is wrong
-        in_e4m3 = saved.x_scales is not None, grad_scales is not None
-        options: tuple[Any, ...] = saved.options, how, index.is_ragged, index.max_slots, in_e4m3, to and to.place
-        for name, total in (accumulate or {}).items():
+    options: tuple[Any, ...] = saved.options, how, index.is_ragged, index.max_slots, in_e4m3, to and to.place
+    totals: tuple[Any, ...] = ()
+    if accumulate is not None:
+        if not isinstance(accumulate, Mapping):
+            checks.accumulated_names(function, accumulate, needs, saved.gradients)  # raises
+        for name, total in accumulate.items():
             parts = pair(total)
             totals, options = (*totals, *parts), (*options, name, len(parts))
-        key, pointers = runtime.key_of("moe_backward", options, (*given, *totals))
-    export: Export = keep
-    found = runtime.find(key)
-    if found is not None:
+    look = Lookup("moe_backward", options, (), (*given, *totals) if totals else given)
+    record = look.record
+    if record is not None:
         checks.not_consumed(function, saved)
-        if totals and key:
-            layouts, strides_in_bytes = key[-len(pointers) :], found.framework is arrays.CuPy
-            if overlaps.ranges_meet(strides_in_bytes, layouts, pointers, len(totals)):
-                buffers = _buffers(function, accumulate, needs, saved)
-                read_now = _read(function, found.framework, grad_out, saved)
-                _check_apart(function, found.framework, read_now, saved, _arrays(buffers))
+        if totals and look.overlaps(len(totals)):
+            buffers = _buffers(function, accumulate, needs, saved)
+            read_now = _read(function, record.framework, grad_out, saved)
+            _check_apart(function, record.framework, read_now, saved, _arrays(buffers))
     else:
         call = _checked_backward(function, grad_out, saved, how, grad_scales, accumulate)
         if call.on_cpu:
@@ -388,7 +380,6 @@ def run_backward(
         described: list[Any] = [
             None if array is None else call.framework.describe(array) for array in (*given, *totals)
         ]
-        pointers, export = [array.ptr if array else 0 for array in described], call.export
         layouts = [array and array.layout for array in described]
         plan = backward.configure_backward(
             BackwardArrays.of(layouts[: len(given)]),
@@ -399,14 +390,15 @@ def run_backward(
             _index_layout(index),
             to and to.place,
         )
-        found = runtime.keep(key, call.prepared(plan))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        into = _by_name(accumulate, pointers[len(given) :]) if accumulate else {}
-        read = BackwardArrays.of(pointers[: len(given)])
-        of_call = _extras_of_run(function, found.framework, saved, grad_scales, extras)
-        result = backward.moe_backward(run, found.steps, saved, into, read, **of_call)
-        grads = _exported(export, accumulate, result.gradients)
+        record = look.keep_described(plan, call, described)
+    with current_device(record.device):
+        run, pointers, into, of_pass = Runtime.current(record.framework, record.device), look.pointers, {}, PLAIN_PASS
+        if totals:
+            into, pointers = _by_name(accumulate, pointers[len(given) :]), pointers[: len(given)]
+        if saved.fp8_weights is not None or extras is not _PLAIN or True in in_e4m3:
+            of_pass = _pass_extras(function, record.framework, saved, grad_scales, extras)
+        result = backward.moe_backward(run, record.plan, saved, into, BackwardArrays.of(pointers), of_pass)
+        grads = _exported(look.export, accumulate, result.gradients)
     if not how.defers_weights:
         return grads, None
     first_layer_grad = saved.first_layer if result.first_layer_grad is None else result.first_layer_grad
@@ -414,12 +406,11 @@ def run_backward(
     return grads, PendingWeights(grad_out, saved, first_layer_grad, weighted, grad_scales=grad_scales)
 
 
-def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, grad_in_e4m3: bool) -> None:
+def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, in_e4m3: bool) -> None:
     if how.defers_weights and saved.gradients != GRADIENTS:
         given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
         raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
-    in_e4m3, without_weights = grad_in_e4m3 or saved.x_scales is not None, {"w1", "w2"}.isdisjoint(how.needs)
-    if in_e4m3 and not (how.defers_weights or without_weights):
+    if in_e4m3 and not (how.defers_weights or {"w1", "w2"}.isdisjoint(how.needs)):
         expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
         raise checks.bad_value(function, "needs", expected, how.needs)
 
@@ -472,25 +463,15 @@ def _backward_on_cpu(
     return exported, PendingWeights(grad_out, saved, grad_scales=grad_scales) if how.defers_weights else None
 
 
-def _extras_of_run(
+def _pass_extras(
     function: str, framework: DeviceFramework, saved: SavedForBackward, grad_scales: Any, extras: BackwardExtras
-) -> dict[str, Any]:
-    """What `ops.backward.moe_backward` is told by name."""
-    found: dict[str, Any] = {}
+) -> PassExtras:
+    weights_fp8 = None
     if saved.fp8_weights is not None:
         described = _in_e4m3(function, framework, saved.fp8_weights)
-        found["weights_fp8"] = fp8.Addresses(*(array.ptr for array in described.values()))
-    for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
-        if scales is not None:
-            found[name] = framework.describe(scales).ptr
-    if extras is _PLAIN:
-        return found
-    found["wait"], to = extras.wait, extras.destination
-    if to:
-        found["to"] = to.addresses(framework)
-    elif extras.into is not None:
-        found["grad_x"] = Buffer(extras.into, framework.describe(extras.into).ptr)
-    return found
+        weights_fp8 = fp8.Addresses(*(array.ptr for array in described.values()))
+    scales = (0 if array is None else framework.describe(array).ptr for array in (saved.x_scales, grad_scales))
+    return pass_extras(framework, extras.into, extras.wait, weights_fp8, *scales)
 
 
 def _by_name(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:

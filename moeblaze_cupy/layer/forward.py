@@ -220,23 +220,23 @@ class ForwardResult(NamedTuple):
     y_swi: Any
 
 
-def moe_forward(
-    run: Runtime,
-    steps: Forward,
-    layer: LayerArrays,
-    *,
-    out: Buffer | None = None,
-    weights_fp8: fp8.Addresses | None = None,
-    wait: Callable[[], None] | None = None,
-    x_scales: int = 0,
-    to: push.Addresses = push.NOWHERE,
-) -> ForwardResult:
-    """Paper section 3.1, from the addresses of the layer's arrays.
+class PassExtras(NamedTuple):
+    """What few passes have beside the addresses of their arrays."""
 
-    out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. wait: has the stream
-    wait for rows of x that are on their way. x_scales: of the rows of x, if these are in e4m3. to: where the result
-    goes, in place of an array.
-    """
+    out: Buffer | None = None  #: memory for the result, which is out or the gradient of x; None allocates it
+    wait: Callable[[], None] | None = None  #: has the stream wait for rows of x, or of grad_out, that are on their way
+    weights_fp8: fp8.Addresses | None = None  #: where the products are in e4m3
+    x_scales: int = 0  #: of the rows of x, if these are in e4m3
+    grad_scales: int = 0  #: of the rows of grad_out, likewise
+    to: push.Addresses = push.NOWHERE  #: where the result goes, in place of an array
+
+
+PLAIN_PASS = PassExtras()
+
+
+def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassExtras = PLAIN_PASS) -> ForwardResult:
+    """Paper section 3.1, from the addresses of the layer's arrays."""
+    out, wait, weights_fp8, x_scales, _, to = extras
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
     if wait is not None:

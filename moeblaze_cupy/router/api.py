@@ -3,10 +3,7 @@
 from typing import Any
 
 from moeblaze_cupy import checks, reference
-from moeblaze_cupy.calls import Call, keep, untraced
-from moeblaze_cupy.cuda import runtime
-from moeblaze_cupy.cuda.runtime import Runtime, current_device
-from moeblaze_cupy.frameworks import Export
+from moeblaze_cupy.calls import Lookup, untraced
 from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.router import options as router_options
 from moeblaze_cupy.types import RouterSums
@@ -22,11 +19,6 @@ def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any
     if isinstance(groups, list):
         groups = tuple(groups)
     return sums, groups, *checks.divided(function, sequences)
-
-
-def _named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Any]:
-    """The arrays that are present."""
-    return {name: array for name, array in zip(names, given, strict=True) if array is not None}
 
 
 @untraced
@@ -86,35 +78,20 @@ def route(
     options = (score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums, number)
     arrays = (logits, bias, ids, token_offsets, token_mask, offsets)
     # The types tell True from 1, which are equal.
-    key, pointers = runtime.key_of("route", (k, options, *map(type, options)), arrays)
-    export: Export = keep
-    found = runtime.find(key)
-    if found is None:
+    look = Lookup("route", (k, options, *map(type, options)), router.ROUTED, arrays)
+    if look.record is None:
         checked = router_options.of("route", *options)
-        given = {"logits": logits} | _named(router.ROUTED, arrays)
-        checks.untracked("route", given)
-        call = Call("route", **given)
+        call = look.begin()
         router_options.forward("route", call.described, k, checked)
         ragged = token_offsets is not None
         slots = None if ragged else (k if ids is None else call.described["ids"].shape[1])
         checked = checked.renormalized(slots)
         if call.on_cpu:
-            host = {name: call.host(name) for name in given}
-            at_most = {"sequences": checked.sequences} if offsets is None else {}
-            results = reference.route(k=k, **checked._asdict() | at_most | host)
-            made = tuple(map(call.export, results[:2]))
-            return (*made, RouterSums(*(s if s is None else call.export(s) for s in results[2]))) if sums else made
-        export, described = call.export, call.described
-        pointers = [described[name].ptr if name in described else 0 for name in router.ROUTED]
-        layouts = tuple(zip(given, call.layout(*given), strict=True))
-        found = runtime.keep(key, call.prepared(router.configure_forward(layouts, slots, checked)))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        weights, chosen, added = router.route(run, found.steps, pointers)
-        if not sums:
-            return export(weights.array), export(chosen.array)
-        totals = RouterSums(*(None if s is None else export(s.array) for s in added))
-        return export(weights.array), export(chosen.array), totals
+            made = call.on_host(reference.route, k=k, **checked._asdict())
+            return (*made[:2], RouterSums(*made[2])) if sums else made
+        look.keep(router.configure_forward(tuple(call.layouts.items()), slots, checked))
+    weights, chosen, *added = look.run(router.route)
+    return (weights, chosen, RouterSums(*added)) if sums else (weights, chosen)
 
 
 @untraced
@@ -156,26 +133,14 @@ def route_backward(
     options = (score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums, number)
     masks = (token_offsets, token_mask, offsets)
     arrays = (logits, grad_weights, weights, ids, *masks, grad_score_sums, grad_z_sums, grad_entropy_sums)
-    key, pointers = runtime.key_of("route_backward", (options, *map(type, options)), arrays)
-    export: Export = keep
-    found = runtime.find(key)
-    if found is None:
+    look = Lookup("route_backward", (options, *map(type, options)), router.BACKWARD[:-1], arrays)
+    if look.record is None:
         checked = router_options.of("route_backward", *options)
-        given = _named(router.BACKWARD[:-1], arrays)
-        given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids} | given
-        checks.untracked("route_backward", given)
-        call = Call("route_backward", **given)
+        call = look.begin(required=4)
         router_options.backward("route_backward", call.described, checked)
         shape = call.described["ids"].shape
         checked = checked.renormalized(shape[1] if token_offsets is None else None)
         if call.on_cpu:
-            host = {name: call.host(name) for name in given}
-            at_most = {"sequences": checked.sequences} if offsets is None else {}
-            return call.export(reference.route_backward(**checked._asdict() | at_most | host))
-        export, described = call.export, call.described
-        pointers = [described[name].ptr if name in described else 0 for name in router.BACKWARD[:-1]]
-        layouts = tuple(zip(given, call.layout(*given), strict=True))
-        found = runtime.keep(key, call.prepared(router.configure_backward(layouts, checked)))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        return export(router.route_backward(run, found.steps, pointers).array)
+            return call.on_host(reference.route_backward, **checked._asdict())
+        look.keep(router.configure_backward(tuple(call.layouts.items()), checked))
+    return look.run(router.route_backward)

@@ -166,22 +166,19 @@ def _reciprocal(size: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-Sums = tuple[Buffer | None, Buffer | None, Buffer | None]
-
-
-def route(run: Runtime, steps: Forward, pointers: Sequence[int]) -> tuple[Buffer, Buffer, Sums]:
-    """weights float32, ids int32, and score, z and entropy sums float32. pointers: of ROUTED, 0 for absent ones."""
+def route(run: Runtime, steps: Forward, pointers: Sequence[int]) -> tuple[Buffer | None, ...]:
+    """weights float32, ids int32, and with sums those of scores, z and entropy, float32. pointers: of ROUTED."""
     weights, ids = run.empty(steps.shape, "float32"), run.empty(steps.shape, "int32")
     if steps.sum is None:
         if steps.route:
             run.launch(steps.route, *pointers, weights.ptr, ids.ptr, 0)
-        return weights, ids, (None, None, None)
+        return weights, ids
     partial = run.empty(steps.partial_sums, "float32")
     if steps.route:
         run.launch(steps.route, *pointers, weights.ptr, ids.ptr, partial.ptr)
     score, z, entropy = (None if shape is None else run.empty(shape, "float32") for shape in steps.sums)
     run.launch(steps.sum, partial.ptr, pointers[-1], *(0 if b is None else b.ptr for b in (score, z, entropy)))
-    return weights, ids, (score, z, entropy)
+    return weights, ids, score, z, entropy
 
 
 @cached
@@ -219,7 +216,7 @@ def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
 
 
 def route_backward(run: Runtime, steps: Backward, pointers: Sequence[int]) -> Buffer:
-    """Gradient of the logits (L, E), in their layout. pointers: of BACKWARD but the last, 0 for absent ones."""
+    """Gradient of the logits (L, E), in their layout. pointers: of BACKWARD but the last."""
     grad_logits = run.empty(steps.layout.shape, steps.layout.dtype)
     if steps.launch:
         run.launch(steps.launch, *pointers, grad_logits.ptr)

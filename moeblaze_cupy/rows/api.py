@@ -1,14 +1,13 @@
 """Rows named by index, here or in the memory of other GPUs, and sums of them: a token's way to its experts and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from moeblaze_cupy import checks, reference
-from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import Call, untraced
-from moeblaze_cupy.cuda import runtime
-from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached, current_device
+from moeblaze_cupy import checks, frameworks, reference
+from moeblaze_cupy.calls import Call, Lookup, launched, untraced
+from moeblaze_cupy.cuda.runtime import Launch, Runtime
 from moeblaze_cupy.dispatch.launches import IndexLayout
+from moeblaze_cupy.frameworks import Array, Buffer
 from moeblaze_cupy.rows import aggregation, pull
 from moeblaze_cupy.types import Fp8Rows
 
@@ -23,39 +22,39 @@ def sum_rows(rows: Any, positions: Any) -> Any:
     Raises TypeError (dtype, device), ValueError (shape, memory order, on the CPU positions from n on), or RuntimeError
     of tensors that autograd or a transform of torch would have to follow.
     """
-    named = {"rows": rows, "positions": positions}
-    checks.untracked("sum_rows", named)
-    call = Call("sum_rows", **named)
-    of_rows, of_positions = call.described["rows"], call.described["positions"]
-    checks.shape("sum_rows", "rows", of_rows, "n, d", (None, None))
-    checks.dtype("sum_rows", "rows", of_rows, checks.floats(of_rows))
-    checks.contiguous("sum_rows", "rows", of_rows)
-    checks.shape("sum_rows", "positions", of_positions, "L, P", (None, None))
-    checks.dtype("sum_rows", "positions", of_positions, ("int32",))
-    checks.contiguous("sum_rows", "positions", of_positions)
-    (n, d), (L, P) = of_rows.shape, of_positions.shape
-    for name, shape in (("rows", (n, d)), ("positions", (L, P))):
-        if shape[1] < 1:
-            raise checks.bad_value("sum_rows", name, "at least one column", shape)
-    if call.on_cpu:
-        on_host, where = call.host("rows"), call.host("positions")
-        if where.size and where.max() >= n:
-            raise checks.bad_value("sum_rows", "positions", f"rows below {n}", where.max())
-        return call.export(reference.sum_rows(on_host, where))
-    step = _configure(L, P, d, of_rows.dtype, of_rows.ptr % arrays.ALIGNMENT)
-    with current_device(call.device):
-        run = Runtime.current(call.prepared(step).framework, call.device)
-        out = run.empty((L, d), of_rows.dtype)
-        if step:
-            run.launch(step, of_rows.ptr, of_positions.ptr, 0, out.ptr)
-        return call.export(out.array)
+    function, names = "sum_rows", ("rows", "positions")
+    look = Lookup(function, (), names, (rows, positions))
+    if look.record is None:
+        call = look.begin(required=2)
+        of_rows, of_positions = call.described["rows"], call.described["positions"]
+        checks.shape(function, "rows", of_rows, "n, d", (None, None))
+        checks.dtype(function, "rows", of_rows, checks.floats(of_rows))
+        checks.shape(function, "positions", of_positions, "L, P", (None, None))
+        checks.dtype(function, "positions", of_positions, ("int32",))
+        for name, array in call.described.items():
+            checks.contiguous(function, name, array)
+            if array.shape[1] < 1:
+                raise checks.bad_value(function, name, "at least one column", array.shape)
+        (n, d), (L, P) = of_rows.shape, of_positions.shape
+        if call.on_cpu:
+            where = call.host("positions")
+            if where.size and where.max() >= n:
+                raise checks.bad_value(function, "positions", f"rows below {n}", where.max())
+            return call.on_host(reference.sum_rows)
+        form = of_rows.dtype, None, d, 0, d, d
+        misalignment = of_rows.ptr % frameworks.ALIGNMENT
+        step = aggregation.aggregate(IndexLayout(L, P, 1), *form, misalignment=misalignment) if L else None
+        look.keep((step, (L, d), of_rows.dtype))
+    return look.run(_sum_rows)
 
 
-@cached
-def _configure(L: int, P: int, d: int, dtype: str, misalignment: int) -> Launch | None:
-    if L == 0:
-        return None
-    return aggregation.aggregate(IndexLayout(L, P, 1), dtype, None, d, 0, d, d, misalignment=misalignment)
+def _sum_rows(run: Runtime, plan: tuple[Launch | None, tuple[int, int], str], pointers: Sequence[int]) -> Buffer:
+    step, shape, dtype = plan
+    out = run.empty(shape, dtype)
+    if step:
+        rows, positions = pointers
+        run.launch(step, rows, positions, 0, out.ptr)
+    return out
 
 
 class PeerArray(NamedTuple):
@@ -200,35 +199,29 @@ def pull_values(values: PeerArray, ids: Any, share: Share, out: Any) -> None:
 
 def _pull(function: str, options: Any, named: dict[str, Any], step: Callable[[Call], Launch | None]) -> None:
     """Launches what `step` makes of the checked call, whose record the next call of such arrays finds."""
-    key, pointers = runtime.key_of(function, (options,), tuple(named.values()))
-    found = runtime.find(key)
-    if found is None:
-        checks.untracked(function, named)
-        call = Call(function, **named)
+    look = Lookup(function, (options,), tuple(named), tuple(named.values()))
+    if look.record is None:
+        call = look.begin(required=len(named))
         if call.on_cpu:
             raise checks.bad_type(function, "peers", "an array on CUDA", "one on the CPU, which has no peers")
         for name, array in call.described.items():
             checks.contiguous(function, name, array)
         checks.shape(function, "peers", call.described["peers"], "P", (None,))
         checks.dtype(function, "peers", call.described["peers"], ("int64",))
-        pointers = call.pointers()
-        found = runtime.keep(key, call.prepared(step(call)))
-    if found.steps is None:
-        return
-    with current_device(found.device):
-        Runtime.current(found.framework, found.device).launch(found.steps, *pointers)
+        look.keep(step(call))
+    look.run(launched)
 
 
-def _check_tokens(function: str, out: arrays.Array, share: Share) -> None:
+def _check_tokens(function: str, out: Array, share: Share) -> None:
     if out.shape[0] > share.tokens:
         raise checks.bad_value(function, "out", f"at most share.tokens = {share.tokens} rows", out.shape[0])
 
 
-def _output(function: str, call: Call) -> arrays.Array:
+def _output(function: str, call: Call) -> Array:
     out = call.described["out"]
     checks.shape(function, "out", out, "rows, d", (None, None))
     checks.dtype(function, "out", out, checks.floats(out))
-    if out.shape[1] % 8 or out.ptr % arrays.ALIGNMENT:
-        got = f"{out.shape[1]} at {out.ptr % arrays.ALIGNMENT} bytes past one"
+    if out.shape[1] % 8 or out.ptr % frameworks.ALIGNMENT:
+        got = f"{out.shape[1]} at {out.ptr % frameworks.ALIGNMENT} bytes past one"
         raise checks.bad_value(function, "out", "columns in multiples of 8 at a multiple of 16 bytes", got)
     return out

@@ -9,11 +9,8 @@ first offset, or from the last on, are in no sequence: they are not counted, and
 from typing import Any
 
 from moeblaze_cupy import checks, overlaps, reference
-from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import Call, keep, untraced
-from moeblaze_cupy.cuda import launch_config, runtime
-from moeblaze_cupy.cuda.runtime import Runtime, current_device
-from moeblaze_cupy.frameworks import Export
+from moeblaze_cupy.calls import Call, Lookup, untraced
+from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.reference import selection as reference_selection
 from moeblaze_cupy.selection import balance
 from moeblaze_cupy.selection import launches as selection
@@ -21,29 +18,9 @@ from moeblaze_cupy.selection.launches import Sequences
 from moeblaze_cupy.types import CAPACITY_ORDERS, ROUNDINGS, SCORES
 
 
-def _call(function: str, given: dict[str, Any]) -> Call:
-    if arrays.framework_of(next(iter(given.values()))) is arrays.Torch:
-        checks.untransformed(function, next(iter(given)), given.values())
-    return Call(function, **given)
-
-
-def _sequences(function: str, call: Call, number: int | None, num_tokens: int, num_experts: int) -> Sequences:
+def _sequences(call: Call, number: int | None, num_tokens: int, num_experts: int) -> Sequences:
     offsets = call.described.get("sequences")
-    return Sequences(checks.sequences(function, number, offsets, num_tokens, num_experts), offsets is not None)
-
-
-def _on_host(call: Call, number: int | None) -> Any:
-    return call.host("sequences") if number is None else number
-
-
-def _with(offsets: Any, **given: Any) -> dict[str, Any]:
-    """The arrays of a call by name, the offsets of its sequences last if there are any."""
-    return given if offsets is None else given | {"sequences": offsets}
-
-
-def _address(offsets: Any, pointers: list[int]) -> int:
-    """The address of the offsets, which are the last of the pointers; 0 without offsets."""
-    return 0 if offsets is None else pointers[-1]
+    return Sequences(checks.sequences(call.function, number, offsets, num_tokens, num_experts), offsets is not None)
 
 
 @untraced
@@ -59,25 +36,17 @@ def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
     function = "tokens_per_expert"
     num_experts = checks.integer(function, "num_experts", num_experts)
     number, offsets = checks.divided(function, sequences)
-    given = _with(offsets, ids=ids)
-    key, pointers = runtime.key_of(function, (num_experts, number), tuple(given.values()))
-    export: Export = keep
-    found = runtime.find(key)
-    if found is None:
-        call = _call(function, given)
+    look = Lookup(function, (num_experts, number), ("ids", "sequences"), (ids, offsets))
+    if look.record is None:
+        call = look.begin(counts=True)
         described = call.described["ids"]
         checks.rows_of_ids(function, described, num_experts)
-        divided = _sequences(function, call, number, described.shape[0], num_experts)
+        divided = _sequences(call, number, described.shape[0], num_experts)
         if call.on_cpu:
-            host = call.host("ids")
-            return call.export(reference.tokens_per_expert(host, num_experts, sequences=_on_host(call, number)))
+            return call.on_host(reference.tokens_per_expert, num_experts=num_experts, sequences=number)
         step = balance.configure_counts(described.layout, num_experts, divided, call.limits)
-        pointers, export = call.pointers(), call.export
-        found = runtime.keep(key, call.prepared((step, (divided.number, num_experts))))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        step, shape = found.steps
-        return export(balance.tokens_per_expert(run, step, pointers[0], _address(offsets, pointers), shape).array)
+        look.keep((step, (divided.number, num_experts)))
+    return look.run(balance.tokens_per_expert)
 
 
 @untraced
@@ -108,49 +77,33 @@ def limit_capacity(
     num_experts = checks.integer(function, "num_experts", num_experts)
     capacity = checks.integer(function, "capacity", capacity)
     number, offsets = checks.divided(function, sequences)
-    values = {"weights": weights, "priority": priority}
-    values = {name: array for name, array in values.items() if array is not None}
-    given = _with(offsets, ids=ids, **values)
-    options = (num_experts, capacity, order, number, *values)
-    key, pointers = runtime.key_of(function, options, tuple(given.values()))
-    export: Export = keep
-    found = runtime.find(key)
-    if found is None:
+    given = ids, weights, priority, offsets
+    look = Lookup(function, (num_experts, capacity, order, number), ("ids", "weights", "priority", "sequences"), given)
+    if look.record is None:
         checks.one_of(function, "order", order, CAPACITY_ORDERS)
         if capacity < 0:
             raise checks.bad_value(function, "capacity", "0 or more slots per expert", capacity)
-        for name in ("weights", "priority"):
-            if (name == order) != (name in values):
+        for name, array in (("weights", weights), ("priority", priority)):
+            if (name == order) != (array is not None):
                 expected = "an array" if name == order else "None"
                 got = "None" if name == order else "an array"
                 raise checks.bad_value(function, name, f"{expected} with order {order!r}", got)
-        call = _call(function, given)
-        described = call.described["ids"]
+        call = look.begin(counts=True)
+        described, value = call.described["ids"], call.described.get(order)
         checks.ids(function, described, num_experts)
         L, k = described.shape
-        value = next((call.described[name] for name in values), None)
         if value is not None:
             letters, shape = ("L, k", (L, k)) if order == "weights" else ("L", (L,))
             checks.shape(function, order, value, letters, shape)
             checks.dtype(function, order, value, checks.floats(value))
             checks.contiguous(function, order, value)
-        divided = _sequences(function, call, number, L, num_experts)
+        divided = _sequences(call, number, L, num_experts)
         if call.on_cpu:
-            chosen = {name: call.host(name) for name in values}
-            host, runs = call.host("ids"), _on_host(call, number)
-            kept = reference.limit_capacity(host, num_experts, capacity, order=order, sequences=runs, **chosen)
-            return call.export(kept)
-        dtype = None if value is None else value.dtype
-        steps = selection.configure_capacity(
-            described.layout, num_experts, capacity, order, dtype, divided, call.limits
-        )
-        pointers, export = call.pointers(), call.export
-        found = runtime.keep(key, call.prepared((steps, (L, k))))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        steps, shape = found.steps
-        value_ptr, offsets_ptr = pointers[1] if values else 0, _address(offsets, pointers)
-        return export(selection.limit_capacity(run, steps, pointers[0], value_ptr, offsets_ptr, shape).array)
+            options = {"num_experts": num_experts, "capacity": capacity, "order": order, "sequences": number}
+            return call.on_host(reference.limit_capacity, **options)
+        form = described.layout, num_experts, capacity, order, None if value is None else value.dtype, divided
+        look.keep((selection.configure_capacity(*form, call.limits), (L, k)))
+    return look.run(selection.limit_capacity)
 
 
 @untraced
@@ -168,37 +121,23 @@ def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[An
     function = "expert_choice"
     capacity = checks.integer(function, "capacity", capacity)
     number, offsets = checks.divided(function, sequences)
-    given = _with(offsets, scores=scores)
-    key, pointers = runtime.key_of(function, (capacity, number), tuple(given.values()))
-    export: Export = keep
-    found = runtime.find(key)
-    if found is None:
+    look = Lookup(function, (capacity, number), ("scores", "sequences"), (scores, offsets))
+    if look.record is None:
         if capacity < 0:
             raise checks.bad_value(function, "capacity", "0 or more tokens per expert", capacity)
-        call = _call(function, given)
+        call = look.begin(counts=True)
         described = call.described["scores"]
         checks.columns(function, "scores", described, checks.floats(described))
         L, E = described.shape
-        divided = _sequences(function, call, number, L, E)
+        divided = _sequences(call, number, L, E)
         num_pairs = reference_selection.expert_choice_pairs(L, E, capacity, divided.number, not divided.by_offsets)
         checks.pairs(function, "capacity", num_pairs)
         if call.on_cpu:
-            token_offsets, ids = reference.expert_choice(
-                call.host("scores"), capacity, sequences=_on_host(call, number)
-            )
-            return call.export(token_offsets), call.export(ids)
+            return call.on_host(reference.expert_choice, capacity=capacity, sequences=number)
         steps = selection.configure_expert_choice(described.layout, capacity, divided, num_pairs, call.limits)
-        pointers, export = call.pointers(), call.export
-        found = runtime.keep(key, call.prepared((steps, num_pairs)))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        steps, num_pairs = found.steps
-        scores_ptr, offsets_ptr = pointers[0], _address(offsets, pointers)
-        if steps is None:
-            chosen = selection.no_pairs(run, num_pairs)
-        else:
-            chosen = selection.select(run, steps, scores_ptr, offsets=offsets_ptr)
-        return export(chosen[0].array), export(chosen[1].array)
+        look.keep((steps, num_pairs))
+    pairs: tuple[Any, Any] = look.run(selection.expert_choice)
+    return pairs
 
 
 @untraced
@@ -219,15 +158,12 @@ def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nea
     """
     function = "round_tokens"
     tile = checks.integer(function, "tile", tile)
-    given = {"scores": scores, "ids": ids}
-    key, pointers = runtime.key_of(function, (tile, rounding), (scores, ids))
-    export: Export = keep
-    found = runtime.find(key)
-    if found is None:
+    look = Lookup(function, (tile, rounding), ("scores", "ids"), (scores, ids))
+    if look.record is None:
         checks.one_of(function, "rounding", rounding, ROUNDINGS)
         if not 1 <= tile <= launch_config.MAX_TILE:
             raise checks.bad_value(function, "tile", f"1 to {launch_config.MAX_TILE} tokens", tile)
-        call = _call(function, given)
+        call = look.begin(required=2, counts=True)
         d = call.described
         checks.columns(function, "scores", d["scores"], checks.floats(d["scores"]))
         L, E = d["scores"].shape
@@ -236,18 +172,11 @@ def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nea
         num_pairs = reference_selection.rounded_pairs(L, d["ids"].shape[1], E, tile, rounding)
         checks.pairs(function, "tile", num_pairs)
         if call.on_cpu:
-            host = (call.host(name) for name in ("scores", "ids"))
-            token_offsets, chosen = reference.round_tokens(*host, tile=tile, rounding=rounding)
-            return call.export(token_offsets), call.export(chosen)
-        of_scores, of_ids = call.layout("scores", "ids")
-        steps = selection.configure_round_tokens(of_scores, of_ids, tile, rounding, num_pairs, call.limits)
-        pointers, export = call.pointers(), call.export
-        found = runtime.keep(key, call.prepared((steps, num_pairs)))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        steps, num_pairs = found.steps
-        pairs = selection.select(run, steps, *pointers) if steps else selection.no_pairs(run, num_pairs)
-        return export(pairs[0].array), export(pairs[1].array)
+            return call.on_host(reference.round_tokens, tile=tile, rounding=rounding)
+        form = d["scores"].layout, d["ids"].layout, tile, rounding, num_pairs
+        look.keep((selection.configure_round_tokens(*form, call.limits), num_pairs))
+    pairs: tuple[Any, Any] = look.run(selection.round_tokens)
+    return pairs
 
 
 @untraced
@@ -261,25 +190,18 @@ def list_pairs(mask: Any, num_pairs: int) -> tuple[Any, Any]:
     """
     function = "list_pairs"
     num_pairs = checks.integer(function, "num_pairs", num_pairs)
-    key, pointers = runtime.key_of(function, (num_pairs,), (mask,))
-    export: Export = keep
-    found = runtime.find(key)
-    if found is None:
+    look = Lookup(function, (num_pairs,), ("mask",), (mask,))
+    if look.record is None:
         checks.pairs(function, "num_pairs", num_pairs)
-        call = _call(function, {"mask": mask})
+        call = look.begin(counts=True)
         described = call.described["mask"]
         checks.columns(function, "mask", described, ("bool", "uint8"))
         if call.on_cpu:
-            token_offsets, ids = reference.list_pairs(call.host("mask"), num_pairs)
-            return call.export(token_offsets), call.export(ids)
+            return call.on_host(reference.list_pairs, num_pairs=num_pairs)
         L, E = described.shape
-        steps = selection.configure_pairs(L, E, num_pairs, True)
-        pointers, export = call.pointers(), call.export
-        found = runtime.keep(key, call.prepared(steps))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        pairs = selection.list_pairs(run, found.steps, *pointers)
-        return export(pairs[0].array), export(pairs[1].array)
+        look.keep(selection.configure_pairs(L, E, num_pairs, True))
+    pairs: tuple[Any, Any] = look.run(selection.list_pairs)
+    return pairs
 
 
 @untraced
@@ -298,16 +220,14 @@ def quantile_histogram(
     score: "softmax", "sigmoid", "sqrt_softplus", "identity" or "relu", as given to the router.
     Raises TypeError (dtype, device), ValueError (shape, memory order, sizes) or RuntimeError (a transform of torch).
     """
-    function = "quantile_histogram"
-    given = {"logits": logits, "ids": ids, "bias": bias, "bounds": bounds, "histogram": histogram}
-    key, pointers = runtime.key_of(function, (score,), tuple(given.values()))
-    found = runtime.find(key)
-    if found and key and overlaps.ranges_meet(found.framework is arrays.CuPy, key[-len(given) :], pointers, 1):
-        found = None
-    if found is None:
+    function, names = "quantile_histogram", ("logits", "ids", "bias", "bounds", "histogram")
+    look = Lookup(function, (score,), names, (logits, ids, bias, bounds, histogram))
+    if look.overlaps(1):
+        look.record = None  # the checks say whether elements are shared
+    if look.record is None:
         checks.one_of(function, "score", score, SCORES)
         checks.writable(function, "histogram", histogram)
-        call = _call(function, given)
+        call = look.begin(required=len(names), counts=True)
         d = call.described
         checks.columns(function, "logits", d["logits"], checks.floats(d["logits"]))
         L, E = d["logits"].shape
@@ -323,16 +243,9 @@ def quantile_histogram(
         bins = d["histogram"].shape[1]
         if not 1 <= bins <= launch_config.MAX_BINS:
             raise checks.bad_value(function, "histogram", f"1 to {launch_config.MAX_BINS} bins", bins)
-        read = {name: array for name, array in d.items() if name != "histogram"}
-        overlaps.apart(function, read, {"histogram": d["histogram"]})
+        overlaps.apart(function, {name: d[name] for name in names[:-1]}, {"histogram": d["histogram"]})
         if call.on_cpu:
-            host = {name: call.host(name) for name in given}
-            reference.quantile_histogram(**host, score=score)
+            call.on_host(reference.quantile_histogram, score=score)
             return
-        of_logits, of_ids = call.layout("logits", "ids")
-        steps = balance.configure_quantiles(of_logits, of_ids, bins, score, call.limits)
-        pointers = call.pointers()
-        found = runtime.keep(key, call.prepared(steps))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        balance.quantile_histogram(run, found.steps, *pointers)
+        look.keep(balance.configure_quantiles(d["logits"].layout, d["ids"].layout, bins, score, call.limits))
+    look.run(balance.quantile_histogram)

@@ -1,5 +1,6 @@
 """Counts for balancing the load of experts: kernels_cu/selection/balance.cu."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeblaze_cupy.cuda import clear, launch_config, loader
@@ -47,12 +48,13 @@ def configure_counts(ids: Layout, num_experts: int, sequences: Sequences, limits
     return Counts(clear.configure(sequences.number * num_experts), count)
 
 
-def tokens_per_expert(run: Runtime, steps: Counts | None, ids: int, offsets: int, shape: tuple[int, int]) -> Buffer:
-    """Slots of each expert in each sequence, int32 of `shape` (S, E)."""
+def tokens_per_expert(run: Runtime, plan: tuple[Counts | None, tuple[int, int]], pointers: Sequence[int]) -> Buffer:
+    """Slots of each expert in each sequence, int32. plan: the steps, and the shape (S, E). pointers: ids, sequences."""
+    steps, shape = plan
     counts = run.empty(shape, "int32")
     if steps:
         run.launch(steps.clear, counts.ptr)
-        run.launch(steps.count, ids, offsets, counts.ptr)
+        run.launch(steps.count, *pointers, counts.ptr)
     elif shape[0]:
         run.clear(counts.ptr, 4 * shape[0] * shape[1])
     return counts
@@ -95,12 +97,11 @@ def configure_quantiles(logits: Layout, ids: Layout, bins: int, score: str, limi
     return Quantiles(L, lines, counts)
 
 
-def quantile_histogram(
-    run: Runtime, steps: Quantiles | None, logits: int, ids: int, bias: int, bounds: int, histogram: int
-) -> None:
-    """Adds to the histogram (E, bins)."""
+def quantile_histogram(run: Runtime, steps: Quantiles | None, pointers: Sequence[int]) -> None:
+    """Adds to the histogram (E, bins). pointers: logits, ids, bias, bounds, histogram."""
     if steps is None:
         return
+    logits, ids, bias, bounds, histogram = pointers
     lines = run.empty((steps.num_tokens, 2), "float32")
     run.launch(steps.lines, logits, ids, bias, lines.ptr)
     run.launch(steps.counts, logits, lines.ptr, bounds, histogram)

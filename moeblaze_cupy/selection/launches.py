@@ -1,5 +1,6 @@
 """Pairs of tokens and experts that stay or are taken: kernels_cu/selection/selection.cu, pairs.cu, capacity.cu."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeblaze_cupy.cuda import launch_config, loader
@@ -80,11 +81,11 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
     return ListPairs(bits, num_tokens, num_pairs, blocks, shift, pack if from_mask else None, count, write)
 
 
-def list_pairs(run: Runtime, steps: ListPairs, mask: int) -> Pairs:
-    """token_offsets (L+1,) and ids (num_pairs,), int32, of a mask (L, E) with a byte per pair."""
+def list_pairs(run: Runtime, steps: ListPairs, pointers: Sequence[int]) -> Pairs:
+    """token_offsets (L+1,) and ids (num_pairs,), int32. pointers: of a mask (L, E) with a byte per pair."""
     taken = run.empty(steps.words, "int32")
     assert steps.pack
-    run.launch(steps.pack, mask, taken.ptr)
+    run.launch(steps.pack, *pointers, taken.ptr)
     return _counted(run, steps, taken)
 
 
@@ -194,8 +195,27 @@ def configure_round_tokens(
     return _configure(scores, -1, Sequences(1, False), num_pairs, limits, bits)
 
 
-def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int = 0) -> Pairs:
+Plan = tuple[Select | None, int]  # the steps, None without tokens, and the number of pairs
+
+
+def expert_choice(run: Runtime, plan: Plan, pointers: Sequence[int]) -> Pairs:
+    """pointers: scores, sequences."""
+    scores, offsets = pointers
+    return _select(run, plan, scores, 0, offsets)
+
+
+def round_tokens(run: Runtime, plan: Plan, pointers: Sequence[int]) -> Pairs:
+    """pointers: scores, ids."""
+    return _select(run, plan, *pointers)
+
+
+def _select(run: Runtime, plan: Plan, scores: int, ids: int, offsets: int = 0) -> Pairs:
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
+    steps, num_pairs = plan
+    if steps is None:
+        no_offsets, no_ids = run.empty((1,), "int32"), run.empty((num_pairs,), "int32")
+        run.clear(no_offsets.ptr, 4)
+        return no_offsets, no_ids
     columns = run.empty((steps.num_columns, COLUMN), "int32")
     # Before the first launch, as `choose` writes it before it waits: what is allocated later may still be in use.
     chosen = run.empty(steps.pairs.words, "int32") if steps.choose else None
@@ -215,13 +235,6 @@ def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int 
     run.launch(steps.split, *inputs, *outputs)
     run.launch(steps.finish, *inputs, *outputs)
     return _listed(run, steps.pairs, taken, counts) if counts else _counted(run, steps.pairs, taken)
-
-
-def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
-    """token_offsets and ids where there are no tokens."""
-    offsets, ids = run.empty((1,), "int32"), run.empty((num_pairs,), "int32")
-    run.clear(offsets.ptr, 4)
-    return offsets, ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,10 +337,13 @@ def configure_capacity(
     )
 
 
-def limit_capacity(
-    run: Runtime, steps: Capacity | None, ids: int, values: int, offsets: int, shape: tuple[int, int]
-) -> Buffer:
-    """ids (L, k) int32 of `shape`, -1 where a slot is dropped or empty."""
+def limit_capacity(run: Runtime, plan: tuple[Capacity | None, tuple[int, int]], pointers: Sequence[int]) -> Buffer:
+    """ids int32, -1 where a slot is dropped or empty. plan: the steps, and the shape (L, k).
+
+    pointers: ids, weights, priority, sequences.
+    """
+    (steps, shape), (ids, weights, priority, offsets) = plan, pointers
+    values = weights or priority
     kept = run.empty(shape, "int32")
     if isinstance(steps, CapacityByCounts):
         counts = run.empty((steps.counts,), "int32")

@@ -16,6 +16,7 @@ from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout, in_memory
 from moeblaze_cupy.layer import backward
 from moeblaze_cupy.layer import forward as experts
+from moeblaze_cupy.layer.forward import PassExtras
 from moeblaze_cupy.tools.memory import LayerShape
 from moeblaze_cupy.types import BIASES, GRADIENTS, BackwardArrays, BackwardOptions, LayerArrays
 
@@ -219,7 +220,7 @@ def layer(
     forward_steps = experts.configure_forward(arrays, options, limits)
     run, weights_fp8 = Recorder(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
     addresses = LayerArrays(*[0] * len(arrays))
-    result = experts.moe_forward(run, forward_steps, addresses, weights_fp8=weights_fp8)
+    result = experts.moe_forward(run, forward_steps, addresses, PassExtras(weights_fp8=weights_fp8))
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi}
     if save:
@@ -250,7 +251,8 @@ def layer(
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     totals: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
     read = BackwardArrays(0, addresses, 0, 0, 0)
-    gradients = backward.moe_backward(run, backward_steps, saved, totals, read, weights_fp8=weights_fp8).gradients
+    extras = PassExtras(weights_fp8=weights_fp8)
+    gradients = backward.moe_backward(run, backward_steps, saved, totals, read, extras).gradients
     named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
     return DryRun((forward, Pass("backward", run, _present(named))), x_bytes)
 

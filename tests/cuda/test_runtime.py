@@ -299,7 +299,7 @@ def test_as_many_records_are_kept_as_there_is_room_for(device, configured, monke
     monkeypatch.setattr(runtime, "MAX_RECORDS", 6)
     for L in range(1, 11):
         step(device, dataclasses.replace(BASE, L=L))
-    assert len(runtime._prepared) == 6
+    assert len(runtime._records) == 6
     del configured[:]
     step(device, dataclasses.replace(BASE, L=10))
     assert not configured
@@ -471,7 +471,7 @@ def test_the_cpu_has_no_records():
     for _ in range(2):
         out, saved = mb.moe_forward(x, ids, weights, w1, w2)
         mb.moe_backward(out, saved)
-    assert not runtime._prepared
+    assert not runtime._records
 
 
 @pytest.fixture
