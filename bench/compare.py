@@ -170,7 +170,9 @@ def saved_up_fwd(framework, run, lists, index, limits, case, x, layout, w1: int,
     halves = case.first_columns // case.h
     weight = products.Weight.of((layout,), case.h if halves == 2 else None)
     rows = products.Operand("bfloat16", case.d)
-    step = products.configure("up_fwd", index, rows, weight, case.h, case.d, case.activation, limits, fp8_saved=True)
+    form = "up_fwd", index, rows, weight, case.h, case.d, case.activation
+    of_step = (products.Product(*form), limits) if hasattr(products, "Product") else (*form, limits)
+    step = products.configure(*of_step, fp8_saved=True)
     if saved is None:
         saved = run.empty((launch_config.saved_fp8(case.slots, case.h, halves).nbytes,), "uint8").array
     from_x, to, result = (framework.describe(array).ptr for array in (x, saved, y))

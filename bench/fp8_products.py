@@ -12,7 +12,7 @@ from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.frameworks import Layout
 from moeblaze_cupy.gemm.panels import configure as configure_panels
 from moeblaze_cupy.gemm.panels import sum_of_rows
-from moeblaze_cupy.gemm.products import Fp8, Operand, Weight, configure, gemm
+from moeblaze_cupy.gemm.products import GemmExtras, Operand, Product, Weight, configure, gemm
 from moeblaze_cupy.rows import aggregation
 from moeblaze_cupy.types import is_gated
 
@@ -72,18 +72,19 @@ class Products:
         up_back, down_back = Weight.of((layouts["up_bwd"],), h if g == 2 else None), Weight.of((layouts["down_bwd"],))
         rows = Operand("uint8", d)
         weights_dtype = given["weights"].dtype
-        up_fwd = configure("up_fwd", index, rows, up, h, d, activation, limits)
-        down_bwd = configure("down_bwd", index, rows, down_back, h, d, activation, limits, wants_partial_sums=True)
-        down_fwd = configure_panels(
-            "down_fwd", index, Operand("uint8", h), down, h, d, activation, limits, weights_dtype=weights_dtype
-        )
-        up_bwd = configure_panels("up_bwd", index, Operand("uint8", g * h), up_back, h, d, activation, limits)
+        up_fwd = configure(Product("up_fwd", index, rows, up, h, d, activation), limits)
+        down_bwd = configure(Product("down_bwd", index, rows, down_back, h, d, activation), limits, further_parts=0)
+        of_down_fwd = Product("down_fwd", index, Operand("uint8", h), down, d, h, activation)
+        down_fwd = configure_panels(of_down_fwd, limits, weights_dtype=weights_dtype)
+        of_up_bwd = Product("up_bwd", index, Operand("uint8", g * h), up_back, d, h, activation)
+        up_bwd = configure_panels(of_up_bwd, limits)
         self.launches = {"up_fwd": up_fwd, "down_fwd": down_fwd, "down_bwd": down_bwd, "up_bwd": up_bwd}
         by_row = aggregation.weights_by_row(index, weights_dtype)
         run.launch(by_row, address["weights"], lists[dispatch.TOKEN_INDEX_MAP], address["row_weights"])
-        forward = Fp8(address["x_scales"], address["w1_scales"], address["y"], address["y_scales"])
-        backward = Fp8(address["grad_scales"], address["w2_scales"], address["dh"], address["dh_scales"])
-        of_y, of_dh = Fp8(address["y_scales"], address["w2_scales"]), Fp8(address["dh_scales"], address["w1_scales"])
+        forward = GemmExtras(address["x_scales"], address["w1_scales"], address["y"], address["y_scales"])
+        backward = GemmExtras(address["grad_scales"], address["w2_scales"], address["dh"], address["dh_scales"])
+        of_y = GemmExtras(address["y_scales"], address["w2_scales"])
+        of_dh = GemmExtras(address["dh_scales"], address["w1_scales"])
         starts = {name: weight.halves(address[name]) for name, weight in (("up_fwd", up), ("up_bwd", up_back))}
         starts |= {name: (address[name],) * 2 for name in ("down_fwd", "down_bwd")}
 
@@ -98,18 +99,18 @@ class Products:
                 first_layer_grad=address["first_layer_grad"],
                 result=address["weighted_y_swi"],
                 weights=address["row_weights"],
-                fp8=backward,
+                extras=backward,
             )
 
         self.calls: dict[str, Callable[[], Any]] = {
             "up_fwd": lambda: gemm(
-                run, up_fwd, lists, address["x"], starts["up_fwd"], first_layer=address["first_layer"], fp8=forward
+                run, up_fwd, lists, address["x"], starts["up_fwd"], first_layer=address["first_layer"], extras=forward
             ),
             "down_fwd": lambda: sum_of_rows(
-                run, down_fwd, lists, address["y"], starts["down_fwd"], address["weights"], address["out"], fp8=of_y
+                run, down_fwd, lists, address["y"], starts["down_fwd"], address["weights"], address["out"], extras=of_y
             ),
             "down_bwd": run_down_bwd,
             "up_bwd": lambda: sum_of_rows(
-                run, up_bwd, lists, address["dh"], starts["up_bwd"], 0, address["grad_x"], fp8=of_dh
+                run, up_bwd, lists, address["dh"], starts["up_bwd"], 0, address["grad_x"], extras=of_dh
             ),
         }

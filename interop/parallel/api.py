@@ -221,10 +221,9 @@ class _ExpertParallel(torch.autograd.Function):
         experts = route.experts
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
         expect_gathered(gate, up, w2)
-        # Before rows are on their way, as `backward_into` would say it too late for those that travel.
-        described_by_name(
-            "expert_parallel_moe", arrays.Torch, {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
-        )
+        # Before rows are on their way, as `run_backward` would say it too late for those that travel.
+        read = {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
+        described_by_name("expert_parallel_moe", arrays.Torch, read)
         kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
         record_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
         fp8_products: Fp8Products = ctx.fp8_products

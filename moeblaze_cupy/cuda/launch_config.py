@@ -106,97 +106,100 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_PORTABLE = {
+    "BM": TILE_ROWS,
+    "BN": TILE_COLUMNS,
+    "THREADS": GEMM_THREADS,
+    "BLOCKS_PER_MULTIPROCESSOR": GEMM_BLOCKS,
+    "STAGE_BYTES": STAGE_BYTES,
+}
+_HOPPER = {
+    "BM": TILE_ROWS,
+    "BN": PANEL_COLUMNS,
+    "BK": STEP_ROWS,
+    "THREADS": HOPPER_THREADS,
+    "STAGES": HOPPER_STAGES,
+    "STAGE_BYTES": HOPPER_STAGE_BYTES,
+    "TILE_BYTES": HOPPER_TILE_BYTES,
+    "SPARE_BYTES": HOPPER_SPARE_BYTES,
+}
+_SUMS = {
+    "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
+    "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,
+    "PANEL_COLUMNS": PANEL_COLUMNS,
+}
+_CONSTANTS = {
+    "grouped_gemm_sm80.cu": _PORTABLE | {"STATIC_BYTES": STATIC_BYTES},
+    "grouped_wgrad_sm80.cu": _PORTABLE,
+    # setmaxnreg moves registers from the producer's threads to the consumers'
+    "grouped_gemm_sm90.cu": _HOPPER
+    | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216, "GROUP_COLUMNS": GROUP_COLUMNS},
+    "grouped_wgrad_sm90.cu": _HOPPER
+    | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224, "SPARE_BYTES": WGRAD_SPARE_BYTES},
+    "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
+    "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+    "quantize.cu": {
+        "THREADS": QUANTIZE_THREADS,
+        "ROW_VECTORS": QUANTIZE_VECTORS,
+        "TILE": QUANTIZE_TILE,
+    },
+    "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
+    "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
+    "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
+    "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},
+    "pull.cu": {
+        "PULL_THREADS": PULL_THREADS,
+        "SLOT_ROWS": PULL_SLOT_ROWS,
+        "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
+        "PANEL_COLUMNS": PANEL_COLUMNS,
+    },
+    "push.cu": _SUMS,
+    "slots.cu": _SUMS,
+    "aggregation.cu": _SUMS,
+    "selection.cu": {
+        "SELECT_THREADS": SELECT_THREADS,
+        "SELECT_BITS": SELECT_BITS,
+        "SPLIT_SHARED_BYTES": SPLIT_SHARED_BYTES,
+        "PAIRS_BLOCKS": PAIRS_BLOCKS,
+        "FINISH_THREADS": FINISH_THREADS,
+        "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
+        "MAX_EXPERTS": MAX_EXPERTS,
+        "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
+    },
+    "pairs.cu": {"PAIRS_THREADS": PAIRS_THREADS, "PAIRS_BLOCKS": PAIRS_BLOCKS},
+    "capacity.cu": {
+        "SELECT_THREADS": SELECT_THREADS,
+        "SELECT_BITS": SELECT_BITS,
+        "FINISH_THREADS": FINISH_THREADS,
+        "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
+    },
+    "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
+    "clear.cu": {"CLEAR_THREADS": CLEAR_THREADS},
+    "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
+    "router_lane.cu": {
+        "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
+        "MAX_LISTED": ROUTER_LISTED,
+        "LISTED_ROW_BYTES": ROUTER_LISTED_ROW,
+    },
+    "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},
+    "router_sums.cu": {"ROWS_AT_ONCE": ROUTER_SUM_ROWS},
+    "dispatch.cu": {
+        "TILE_ROWS": TILE_ROWS,
+        "MAX_EXPERTS": MAX_EXPERTS,
+        "MAX_K": MAX_K,
+        "MAX_BLOCK_THREADS": DISPATCH_THREADS[-1],
+        "MIN_COLUMNS": MIN_COLUMNS,
+        "MIN_COUNT_COLUMNS": MIN_COUNT_COLUMNS,
+        "HELD_PIECES": HELD_PIECES,
+        "EXPERT_LISTS": EXPERT_LISTS,
+        "MIN_GROUPS": MIN_GROUPS,
+    },
+}
+
+
 def kernel_constants(source: str) -> dict[str, int]:
     """What a kernel source is given as -DNAME=value in every variant."""
-    portable = {
-        "BM": TILE_ROWS,
-        "BN": TILE_COLUMNS,
-        "THREADS": GEMM_THREADS,
-        "BLOCKS_PER_MULTIPROCESSOR": GEMM_BLOCKS,
-        "STAGE_BYTES": STAGE_BYTES,
-    }
-    hopper = {
-        "BM": TILE_ROWS,
-        "BN": PANEL_COLUMNS,
-        "BK": STEP_ROWS,
-        "THREADS": HOPPER_THREADS,
-        "STAGES": HOPPER_STAGES,
-        "STAGE_BYTES": HOPPER_STAGE_BYTES,
-        "TILE_BYTES": HOPPER_TILE_BYTES,
-        "SPARE_BYTES": HOPPER_SPARE_BYTES,
-    }
-    sums = {
-        "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
-        "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,
-        "PANEL_COLUMNS": PANEL_COLUMNS,
-    }
-    return {
-        "grouped_gemm_sm80.cu": portable | {"STATIC_BYTES": STATIC_BYTES},
-        "grouped_wgrad_sm80.cu": portable,
-        # setmaxnreg moves registers from the producer's threads to the consumers'
-        "grouped_gemm_sm90.cu": hopper
-        | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216, "GROUP_COLUMNS": GROUP_COLUMNS},
-        "grouped_wgrad_sm90.cu": hopper
-        | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224, "SPARE_BYTES": WGRAD_SPARE_BYTES},
-        "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
-        "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
-        "quantize.cu": {
-            "THREADS": QUANTIZE_THREADS,
-            "ROW_VECTORS": QUANTIZE_VECTORS,
-            "TILE": QUANTIZE_TILE,
-        },
-        "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
-        "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
-        "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
-        "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},
-        "pull.cu": {
-            "PULL_THREADS": PULL_THREADS,
-            "SLOT_ROWS": PULL_SLOT_ROWS,
-            "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
-            "PANEL_COLUMNS": PANEL_COLUMNS,
-        },
-        "push.cu": sums,
-        "slots.cu": sums,
-        "aggregation.cu": sums,
-        "selection.cu": {
-            "SELECT_THREADS": SELECT_THREADS,
-            "SELECT_BITS": SELECT_BITS,
-            "SPLIT_SHARED_BYTES": SPLIT_SHARED_BYTES,
-            "PAIRS_BLOCKS": PAIRS_BLOCKS,
-            "FINISH_THREADS": FINISH_THREADS,
-            "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
-            "MAX_EXPERTS": MAX_EXPERTS,
-            "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
-        },
-        "pairs.cu": {"PAIRS_THREADS": PAIRS_THREADS, "PAIRS_BLOCKS": PAIRS_BLOCKS},
-        "capacity.cu": {
-            "SELECT_THREADS": SELECT_THREADS,
-            "SELECT_BITS": SELECT_BITS,
-            "FINISH_THREADS": FINISH_THREADS,
-            "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
-        },
-        "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
-        "clear.cu": {"CLEAR_THREADS": CLEAR_THREADS},
-        "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
-        "router_lane.cu": {
-            "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
-            "MAX_LISTED": ROUTER_LISTED,
-            "LISTED_ROW_BYTES": ROUTER_LISTED_ROW,
-        },
-        "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},
-        "router_sums.cu": {"ROWS_AT_ONCE": ROUTER_SUM_ROWS},
-        "dispatch.cu": {
-            "TILE_ROWS": TILE_ROWS,
-            "MAX_EXPERTS": MAX_EXPERTS,
-            "MAX_K": MAX_K,
-            "MAX_BLOCK_THREADS": DISPATCH_THREADS[-1],
-            "MIN_COLUMNS": MIN_COLUMNS,
-            "MIN_COUNT_COLUMNS": MIN_COUNT_COLUMNS,
-            "HELD_PIECES": HELD_PIECES,
-            "EXPERT_LISTS": EXPERT_LISTS,
-            "MIN_GROUPS": MIN_GROUPS,
-        },
-    }[source]
+    return dict(_CONSTANTS[source])
 
 
 def pull_blocks(rows: int, row_bytes: int) -> int:

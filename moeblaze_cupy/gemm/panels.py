@@ -3,18 +3,15 @@ kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.cuda.runtime import Launch, Runtime
-from moeblaze_cupy.dispatch.launches import TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
+from moeblaze_cupy.dispatch.launches import TOKEN_INDEX_MAP, TOKEN_OFFSETS, Lists
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import products as grouped_gemm
-from moeblaze_cupy.gemm.biases import Bias
-from moeblaze_cupy.gemm.products import NOT_FP8, Fp8, Gemm, Operand, Weight
+from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, Product, Rows
 from moeblaze_cupy.rows import push
 from moeblaze_cupy.rows.aggregation import Source, aggregate
-from moeblaze_cupy.types import Activation
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +34,9 @@ class Panels:
 
 
 def configure(
-    entry: str,
-    index: IndexLayout,
-    a: Operand,
-    weight: Weight,
-    K: int,
-    d: int,
-    activation: str | Activation,
+    product: Product,
     limits: DeviceLimits,
     *,
-    interleaved: bool = False,
-    bias: Bias | None = None,
     weights_dtype: str | None = None,
     overwrites: bool = False,
     source: Source | None = None,
@@ -55,26 +44,16 @@ def configure(
 ) -> Panels:
     """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
 
-    K: of a segment; up_bwd has one where gate and up columns are interleaved. bias: is added to each slot's row.
-    overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that scale the rows.
-    source: the rows that identity experts add, where there are such experts. place: where the results of several GPUs'
-    tokens go; there are no identity experts then.
+    product: of all d columns. Its bias is added to each slot's row. up_bwd has one segment where gate and up columns
+    are interleaved. overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that
+    scale the rows. source: the rows that identity experts add, where there are such experts. place: where the results
+    of several GPUs' tokens go; there are no identity experts then.
     """
-    call = entry, index, a, weight
-    tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits, bias)[0].tier
-    shared: dict[str, Any] = {"interleaved": interleaved, "bias": bias}
+    index, a, d = product.lists, product.a, product.N
+    tier = grouped_gemm.config_of(product, limits)[0].tier
     if gemm_config.rows_go_to_tokens(index.k, tier) and source is None:
-        options: dict[str, Any] = {
-            **shared,
-            "result_ld": d,
-            "to_tokens": True,
-            "weights_dtype": weights_dtype,
-            "place": place,
-        }
-        product = grouped_gemm.configure(
-            *call, d, K, activation, limits, why_panels=(gemm_config.TO_TOKENS,), **options
-        )
-        return Panels((product,), (), None, a.result_dtype)
+        to_tokens = Rows(d, why=(gemm_config.TO_TOKENS,), to_tokens=True, weights_dtype=weights_dtype, place=place)
+        return Panels((grouped_gemm.configure(product, limits, to_tokens),), (), None, a.result_dtype)
     panels, of_panels = gemm_config.panels(d, index.num_rows, tier)
     spare = a.ld if overwrites and not a.is_fp8 else 0
     in_place = gemm_config.panel_takes_left_operands_rows(d, spare, tier)
@@ -83,8 +62,8 @@ def configure(
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
-        options = {**shared, "first_column": first_column, "result_ld": ld, "panels": widths}
-        products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
+        of_panel = product._replace(N=width), limits, Rows(ld, first_column, widths, why)
+        products.append(grouped_gemm.configure(*of_panel))
         of_sums = index, a.result_dtype, weights_dtype, d, first_column, width, ld
         sums.append(aggregate(*of_sums, source) if place is None else push.push_sum(*of_sums, place))
     panel = None if in_place else (index.num_rows, panels[0][1])
@@ -102,22 +81,20 @@ def sum_of_rows(
     *,
     bias: int = 0,
     source: int = 0,
-    fp8: Fp8 = NOT_FP8,
-    to: push.Addresses = push.NOWHERE,
+    extras: GemmExtras = PLAIN,
 ) -> None:
     """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin.
 
-    weights, bias: 0 for none. source: the rows of identity experts. fp8: the scales of a and of the weight. to: where
-    the results go in place of out, which is then 0.
+    weights, bias: 0 for none. source: the rows of identity experts. Where results go to several GPUs out is 0.
     """
     biases = bias, bias
     if not step.sums:
-        options: dict[str, Any] = {"weights": weights, "bias": biases, "fp8": fp8, "to": to}
-        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, **options)
+        product, to = step.products[0], {"result": out, "weights": weights}
+        grouped_gemm.gemm(run, product, lists, a, halves, bias=biases, extras=extras, **to)
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
     token_index_map, token_offsets = lists[TOKEN_INDEX_MAP], lists[TOKEN_OFFSETS]
     for product, sums in zip(step.products, step.sums, strict=True):
-        grouped_gemm.gemm(run, product, lists, a, halves, result=panel, bias=biases, fp8=fp8)
-        run.launch(sums, panel, token_index_map, weights, out, token_offsets, source, *to)
+        grouped_gemm.gemm(run, product, lists, a, halves, result=panel, bias=biases, extras=extras)
+        run.launch(sums, panel, token_index_map, weights, out, token_offsets, source, extras.peers, extras.needed)

@@ -85,29 +85,69 @@ class Operand:
         return "bfloat16" if self.is_fp8 else self.dtype
 
 
-class Fp8(NamedTuple):
-    """Further addresses of a product of e4m3, 0 for what is not wanted.
+class Product(NamedTuple):
+    """What a step multiplies: N columns of the result are sums over K, per segment, of rows of `a` and the weight.
+
+    interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products.
+    """
+
+    entry: str
+    lists: IndexLayout
+    a: Operand
+    weight: Weight
+    N: int
+    K: int
+    activation: str | Activation
+    interleaved: bool = False
+    bias: Bias | None = None
+
+
+class Rows(NamedTuple):
+    """Where the rows of a product go.
+
+    ld: elements between the rows of `result`. first_column: of the weight, which is the first of these rows.
+    panels: the widths of all column panels, of which this product is one; they have tiles of one kind. why: sentences
+    for `Launch.why`. to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of
+    `weights_dtype` if that is given. place: of rows that go to the tokens of several GPUs.
+    """
+
+    ld: int = 0
+    first_column: int = 0
+    panels: tuple[int, ...] = ()
+    why: tuple[str, ...] = ()
+    to_tokens: bool = False
+    weights_dtype: str | None = None
+    place: push.Place | None = None
+
+
+NO_ROWS = Rows()  # of a step that writes no `result`
+
+
+class GemmExtras(NamedTuple):
+    """Further addresses of a product of e4m3, or of one whose rows go to several GPUs, 0 for what is not wanted.
 
     a_scales: float32, (L,) of gathered rows, else (groups, R) of each row and 128 columns of each half of the left
     operand. b_scales: (E, halves) float32. quantised: e4m3 of up_fwd's (R, h) y_swi or down_bwd's (R, halves * h)
-    first_layer_grad. quantised_scales: (groups, R) float32, of each row and 128 columns of each half.
+    first_layer_grad. quantised_scales: (groups, R) float32, of each row and 128 columns of each half. peers, needed: of
+    `push.Addresses`.
     """
 
     a_scales: int = 0
     b_scales: int = 0
     quantised: int = 0
     quantised_scales: int = 0
+    peers: int = 0
+    needed: int = 0
 
 
-NOT_FP8 = Fp8()
+PLAIN = GemmExtras()
 
 
 # What `gemm` and `wgrad` pass to a launch. The portable kernel knows the rows' weights by another name than Hopper's.
 GEMM_ADDRESSES = (
     *("a", "b0", "b1", "first_layer", "first_layer_grad", "result", "y_swi", "weights", "row_weights"),
     *("partial_sums", "tile_counter", "bias0", "bias1", *LISTS),
-    *Fp8._fields,
-    *push.Addresses._fields,
+    *GemmExtras._fields,
 )
 WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", "others", *LISTS)
 
@@ -137,22 +177,14 @@ def is_aligned(misalignments: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     return not any(misalignments) and math.gcd(8, *sizes) == 8
 
 
-def config_of(
-    entry: str,
-    a: Operand,
-    weight: Weight,
-    N: int,
-    K: int,
-    activation: str | Activation,
-    limits: DeviceLimits,
-    bias: Bias | None = None,
-) -> tuple[gemm_config.GemmConfig, bool]:
+def config_of(product: Product, limits: DeviceLimits) -> tuple[gemm_config.GemmConfig, bool]:
     """The kernel's geometry, and whether 16-byte accesses are possible."""
-    sizes = (N, K, a.ld, weight.ld, weight.expert_stride, bias.stride if bias else 0)
+    a, weight, bias = product.a, product.weight, product.bias
+    sizes = (product.N, product.K, a.ld, weight.ld, weight.expert_stride, bias.stride if bias else 0)
     starts = a.misalignment, weight.misalignment, bias.misalignment if bias else 0
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
     aligned = is_aligned(starts, sizes) and min(weight.ld, weight.expert_stride) > 0
-    split = gemm_variants.is_split(entry, is_gated(activation))
+    split = gemm_variants.is_split(product.entry, is_gated(product.activation))
     return gemm_config.gemm(a.result_dtype, aligned, split, limits), aligned
 
 
@@ -195,43 +227,26 @@ def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int) ->
 
 
 def configure(
-    entry: str,
-    index: IndexLayout,
-    a: Operand,
-    weight: Weight,
-    N: int,
-    K: int,
-    activation: str | Activation,
+    product: Product,
     limits: DeviceLimits,
+    rows: Rows = NO_ROWS,
     *,
-    interleaved: bool = False,
-    bias: Bias | None = None,
-    first_column: int = 0,
-    result_ld: int = 0,
     stored_y_swi: bool = False,
-    wants_partial_sums: bool = False,
-    further_parts: int = 0,
-    to_tokens: bool = False,
-    weights_dtype: str | None = None,
+    further_parts: int | None = None,
     weights_on_input: bool = False,
-    panels: tuple[int, ...] = (),
-    why_panels: tuple[str, ...] = (),
     fp8_saved: bool = False,
-    place: push.Place | None = None,
 ) -> Gemm:
-    """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
+    """The launch of one step.
 
-    interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products.
-    further_parts: of the partial sums, for others to write. result_ld: elements between the rows of `result`.
-    to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of `weights_dtype` if
-    that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. panels: the widths
-    of all column panels, of which this launch computes one; they have tiles of one kind. why_panels: sentences for
-    `Launch.why`. fp8_saved: Hopper's kernel keeps or reads the first layer in e4m3; the portable one leaves that to
-    `ops.saved_fp8`. place: of rows that go to the tokens of several GPUs.
+    stored_y_swi: down_bwd reads it. further_parts: of the partial sums, for others to write; None for no partial sums.
+    weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. fp8_saved: Hopper's kernel keeps or
+    reads the first layer in e4m3; the portable one leaves that to `fp8.saved`.
     """
-    config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
+    entry, index, a, weight, N, K, activation, interleaved, bias = product
+    to_tokens, place = rows.to_tokens, rows.place
+    config, aligned = config_of(product, limits)
     slots, dynamic, clusters = index.num_rows, False, False
-    why = (*why_panels, *config.why)
+    why = (*rows.why, *config.why)
     pairs, stores_rows = interleaved and entry == "up_fwd", gemm_variants.EPILOGUES[entry] == "STORE" and not to_tokens
     max_row_tiles, square = index.max_row_tiles, False
     num_slots = index.num_slots if to_tokens else slots
@@ -243,7 +258,7 @@ def configure(
         sizes["scales_ld"] = slots
     maps: dict[str, TensorMap] = {}
     if config.tier == "sm90" and (stores_rows or (pairs and not fp8_saved)) and not a.is_fp8:
-        widths = panels or (N * (1 + pairs),)
+        widths = rows.panels or (N * (1 + pairs),)
         square, of_tiles = gemm_config.square_product(widths, slots, index.num_experts)
         why += (of_tiles,)
     if square:
@@ -271,7 +286,7 @@ def configure(
             maps["a"] = _rows_map(a, slots, config.tile_rows)
         box_columns = launch_config.SQUARE_TILE if square else 128
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, box_columns)
-        sizes |= {"result_ld": result_ld}
+        sizes |= {"result_ld": rows.ld}
         why += (*((gemm_config.E4M3,) if a.is_fp8 else ()), of_clusters, of_schedule)
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options["fp8"] = a.is_fp8
@@ -279,8 +294,8 @@ def configure(
     options |= {"fp8_saved": fp8_saved, "square": square, "pushes": place is not None}
     if place is not None:
         sizes |= place._asdict()
-    if to_tokens and weights_dtype is not None:
-        options["weights_dtype"] = weights_dtype
+    if to_tokens and rows.weights_dtype is not None:
+        options["weights_dtype"] = rows.weights_dtype
     tiles = Tiles(config.tile_rows, config.tile_columns, column_tiles * max_row_tiles, at_most=True)
     launch = Launch(
         _variant(entry, a.result_dtype, weight, config, aligned, activation, **options),
@@ -293,9 +308,9 @@ def configure(
         why,
         tiles,
     )
-    offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
-    bias_offset = first_column * bias.layouts[0].itemsize if bias else 0
-    partial_sums = (column_tiles + further_parts, slots) if wants_partial_sums else None
+    offset = rows.first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
+    bias_offset = rows.first_column * bias.layouts[0].itemsize if bias else 0
+    partial_sums = None if further_parts is None else (column_tiles + further_parts, slots)
     return Gemm(launch, offset, dynamic, bias_offset, partial_sums, square)
 
 
@@ -312,14 +327,13 @@ def gemm(
     y_swi: int = 0,
     weights: int = 0,
     bias: tuple[int, int] = (0, 0),
-    fp8: Fp8 = NOT_FP8,
-    to: push.Addresses = push.NOWHERE,
+    extras: GemmExtras = PLAIN,
 ) -> Buffer | None:
     """One launch on addresses; 0 stands for what is not read or written.
 
     lists: of the index lists, and those of `square_tiles.listed` if the step has square tiles. halves, bias: where the
     weight's and the bias's gate and up begin. weights: of each row (down_bwd, and up_fwd if they scale a and b), or of
-    each token if rows go to tokens. to: where the rows of several GPUs' tokens go, in place of `result`.
+    each token if rows go to tokens.
     Returns the partial sums of down_bwd (parts, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
@@ -342,8 +356,7 @@ def gemm(
         bias[0] + step.bias_offset,
         bias[1] + step.bias_offset,
         *lists,
-        *fp8,
-        *to,
+        *extras,
     )
     return partial_sums
 
@@ -378,14 +391,12 @@ def configure_wgrad(
     rows: tuple[Operand, int],
     columns: tuple[Operand, int],
     gradient: Weight,
-    M: int,
-    N: int,
     halves: int,
     accumulate: bool,
     num_experts: int | None = None,
     summed: Summed | None = None,
 ) -> Wgrad:
-    """The gradient (E, M, N) of each half, sums over each expert's rows; zeros for experts without any.
+    """The gradient of each half, sums over each expert's rows; zeros for experts without any.
 
     `rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half in elements.
     `accumulate` adds to what the gradient holds, in the operands' dtype or float32; experts without rows are then left
@@ -393,6 +404,8 @@ def configure_wgrad(
     num_experts: of those that the lists are of, if these are of one rank's experts. summed: with parts of other ranks,
     on Hopper; the gradient is in the operands' dtype, in which the parts are, or in float32.
     """
+    _, M, N = gradient.layouts[0].shape
+    N = N * len(gradient.layouts) // halves
     swapped = gradient.transposed
     (p, p_half), (q, q_half) = (columns, rows) if swapped else (rows, columns)
     if swapped:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from moeblaze_cupy import checks, reference
 from moeblaze_cupy import frameworks as arrays
@@ -121,52 +121,6 @@ def _index(steps: dispatch.Dispatch, lists: Any, ids: Any) -> DispatchIndices:
     return DispatchIndices(lists, ids, index.places, index.num_experts, steps.copies_ids, index.max_slots)
 
 
-@overload
-def moe_forward(
-    x: Any,
-    ids: Any,
-    weights: Any,
-    w1: Any,
-    w2: Any,
-    *,
-    activation: str | Activation = "swiglu",
-    save: str = "minimal",
-    b1: Any = None,
-    b2: Any = None,
-    gate_up: str = "halves",
-    token_offsets: Any = None,
-    weights_on: str = "output",
-    unreduced: bool = False,
-    identity_experts: int = 0,
-    max_slots: int | None = None,
-    precision: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
-) -> tuple[Any, SavedForBackward]: ...
-
-
-@overload
-def moe_forward(
-    x: Any,
-    ids: Any,
-    weights: Any,
-    w1: Any,
-    w2: Any,
-    *,
-    activation: str | Activation = "swiglu",
-    save: None,
-    b1: Any = None,
-    b2: Any = None,
-    gate_up: str = "halves",
-    token_offsets: Any = None,
-    weights_on: str = "output",
-    unreduced: bool = False,
-    identity_experts: int = 0,
-    max_slots: int | None = None,
-    precision: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
-) -> tuple[Any, None]: ...
-
-
 @untraced
 def moe_forward(
     x: Any,
@@ -187,7 +141,7 @@ def moe_forward(
     max_slots: int | None = None,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
-) -> tuple[Any, SavedForBackward | None]:
+) -> tuple[Any, Any]:
     """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
     x: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. ids: (L, k) int32 or int64, see

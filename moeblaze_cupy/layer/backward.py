@@ -20,7 +20,7 @@ from moeblaze_cupy.gemm import biases, panels, square_tiles
 from moeblaze_cupy.gemm import products as grouped_gemm
 from moeblaze_cupy.gemm.biases import Bias, BiasBwd
 from moeblaze_cupy.gemm.panels import Panels
-from moeblaze_cupy.gemm.products import NOT_FP8, Fp8, Gemm, Operand, Weight, Wgrad
+from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, Operand, Product, Rows, Weight, Wgrad
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras, Shape, half_columns, identity_rows, rows_of_slots
 from moeblaze_cupy.layer.weight_gradients import gradient_memory, up_columns
 from moeblaze_cupy.rows import aggregation, push
@@ -83,7 +83,7 @@ class _Operands:
     """What the products of a backward read."""
 
     up: Weight
-    down: Weight
+    down_product: Product  # of down_bwd
     x: Operand
     grad: Operand
     first_layer: Operand  # and its gradient
@@ -131,8 +131,8 @@ def configure_backward(
         in_e4m3 = fp8.configure(arrays.grad_out, *form, options.halves, options.interleaved)
         x_in_e4m3 = fp8.configure(layer.x, *form, 1, options.interleaved) if first_layer is None else None
         down_read, grad_read = in_e4m3.weights.down_bwd, in_e4m3.rows_operand
-    of_down_bwd = grad_read, down_read, h, d, options.activation, limits
-    portable = grouped_gemm.config_of("down_bwd", *of_down_bwd)[0].tier == "sm80"
+    down_product = Product("down_bwd", index, grad_read, down_read, h, d, options.activation, options.interleaved)
+    portable = grouped_gemm.config_of(down_product, limits)[0].tier == "sm80"
     is_recomputed = first_layer is None or (saved_in_fp8 and portable)
     in_place = is_recomputed or not (how.keep_saved or saved_in_fp8)
     reads_y_swi = options.on_input and "w2" in needs and y_swi is not None  # no weight is to be put on it
@@ -140,7 +140,7 @@ def configure_backward(
     overwritable = None if saved_in_fp8 else first_layer
     operands = _Operands(
         up=up,
-        down=down,
+        down_product=down_product,
         x=x_rows,
         grad=grad_rows,
         first_layer=Operand(dtype, h * options.halves, overwritable.misalignment if overwritable and in_place else 0),
@@ -151,16 +151,15 @@ def configure_backward(
         saved_in_fp8=saved_in_fp8,
         is_recomputed=is_recomputed,
     )
+    b1_gradient = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half) if up_bias else None
     fields: dict[str, Any] = {
         "reads_y_swi": reads_y_swi,
         "stored_y_swi": y_swi is not None and not options.on_input and in_e4m3 is None,
         "weights_on_output": weights is not None and not options.on_input,
         "up_gradient": Weight.of(buffers.get("w1") or up.gradient_layouts(), half),
         "down_gradient": Weight.of(buffers.get("w2") or down.gradient_layouts()),
-        "up_bias_gradient": None,
+        "up_bias_gradient": b1_gradient if "b1" in needs else None,
     }
-    if "b1" in needs and up_bias:
-        fields["up_bias_gradient"] = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half)
     fields |= _bias_launches(arrays, how, buffers, index, operands, down_bias, fields)
     beyond_b2 = bool(set(needs) - {"b2"})
     if L and R and needs:
@@ -232,35 +231,23 @@ def _first_half(
     """The launches up to down_bwd and the gradient of the router weights, by the names of `Backward`."""
     layer, made = arrays.layer, dict[str, Any]()
     h, d, weights = layer.w2.shape[1], layer.x.shape[1], layer.router_weights
-    of_layer: dict[str, Any] = {"interleaved": options.interleaved}
     if arrays.first_layer is None:
         x_rows, up = operands.x, operands.up
         if operands.x_in_e4m3:
             x_rows, up = operands.x_in_e4m3.rows_operand, operands.x_in_e4m3.weights.up_fwd
-        of_product = index, x_rows, up, h, d, options.activation, limits
-        made["up_fwd"] = grouped_gemm.configure("up_fwd", *of_product, bias=operands.up_bias, **of_layer)
+        of_layer = h, d, options.activation, options.interleaved, operands.up_bias
+        made["up_fwd"] = grouped_gemm.configure(Product("up_fwd", index, x_rows, up, *of_layer), limits)
     elif operands.is_recomputed:
         form = operands.x.dtype, h, options.halves, options.interleaved
         made["dequantize_saved"] = saved_fp8.configure("dequantize", index, *form, limits)
-    grad, down = operands.grad, operands.down
-    if operands.in_e4m3:
-        grad, down = operands.in_e4m3.rows_operand, operands.in_e4m3.weights.down_bwd
     down_bwd = grouped_gemm.configure(
-        "down_bwd",
-        index,
-        grad,
-        down,
-        h,
-        d,
-        options.activation,
+        operands.down_product,
         limits,
-        result_ld=h if "w2" in how.needs and not fields["reads_y_swi"] else 0,
+        Rows(h if "w2" in how.needs and not fields["reads_y_swi"] else 0),
         stored_y_swi=fields["stored_y_swi"],
-        wants_partial_sums="weights" in how.needs,
-        further_parts=fields.get("further_parts", 0),
+        further_parts=fields.get("further_parts", 0) if "weights" in how.needs else None,
         weights_on_input=options.on_input,
         fp8_saved=operands.saved_in_fp8 and not operands.is_recomputed,
-        **of_layer,
     )
     made["down_bwd"] = down_bwd
     if down_bwd.partial_sums and weights is not None:
@@ -285,8 +272,8 @@ def _up_bwd(
     (_, d), h = arrays.layer.x.shape, arrays.layer.w2.shape[1]
     depth = 2 * h if options.interleaved else h
     source = identity_rows(arrays.grad_out, arrays.layer.router_weights, options)
-    of_product = index, rows, up, depth, d, options.activation, limits
-    return panels.configure("up_bwd", *of_product, interleaved=options.interleaved, source=source, place=place)
+    product = Product("up_bwd", index, rows, up, d, depth, options.activation, options.interleaved)
+    return panels.configure(product, limits, source=source, place=place)
 
 
 def _weight_launches(
@@ -302,15 +289,14 @@ def _weight_launches(
     made: dict[str, Any] = {}
     if how.defers_weights:
         return made
-    d, h = operands.x.ld, operands.y_swi.ld
     wgrad = functools.partial(grouped_gemm.configure_wgrad, index, options.activation, limits)
     if "w2" in how.needs:
         rows = (operands.y_swi, 0), (operands.grad, 0)
-        made["down_wgrad"] = wgrad("down_wgrad", *rows, fields["down_gradient"], h, d, 1, "w2" in buffers)
+        made["down_wgrad"] = wgrad("down_wgrad", *rows, fields["down_gradient"], 1, "w2" in buffers)
     if "w1" in how.needs:
-        columns, operand, halves = up_columns(operands.first_layer, h, options)
+        operand, halves = up_columns(operands.first_layer, operands.y_swi.ld, options)
         rows = (operands.x, 0), operand
-        made["up_wgrad"] = wgrad("up_wgrad", *rows, fields["up_gradient"], d, columns, halves, "w1" in buffers)
+        made["up_wgrad"] = wgrad("up_wgrad", *rows, fields["up_gradient"], halves, "w1" in buffers)
     return made
 
 
@@ -390,13 +376,15 @@ def moe_backward(
     if "x" in needs and not (grad_x or to.peers):
         grad_x = run.empty(steps.x, steps.dtype)
     if steps.up_bwd:
-        rows, up, of_up_bwd = first_layer_grad, steps.up.halves(layer.w1_gate, layer.w1_up), NOT_FP8
+        rows, up, of_up_bwd = first_layer_grad, steps.up.halves(layer.w1_gate, layer.w1_up), PLAIN
+        if to.peers:
+            of_up_bwd = GemmExtras(peers=to.peers, needed=to.needed)
         if steps.in_e4m3 and weights_fp8 and first_layer_grad_e4m3:
             rows, up = first_layer_grad_e4m3[0].ptr, steps.in_e4m3.weights.up_bwd.halves(weights_fp8.w1)
-            of_up_bwd = Fp8(first_layer_grad_e4m3[1].ptr, weights_fp8.w1_scales)
+            of_up_bwd = GemmExtras(first_layer_grad_e4m3[1].ptr, weights_fp8.w1_scales, 0, 0, *to)
         lists, scale = squares if steps.up_bwd.square else index, layer.router_weights if steps.scales_slots else 0
         out = grad_x.ptr if grad_x else 0
-        panels.sum_of_rows(run, steps.up_bwd, lists, rows, up, scale, out, source=arrays.grad_out, fp8=of_up_bwd, to=to)
+        panels.sum_of_rows(run, steps.up_bwd, lists, rows, up, scale, out, source=arrays.grad_out, extras=of_up_bwd)
     elif grad_x and cleared_of_x:
         run.clear(grad_x.ptr, cleared_of_x)
     del first_layer_grad_e4m3, of_squares
@@ -432,13 +420,13 @@ def _recomputed(
         run.launch(steps.dequantize_saved, made.ptr, index[EXPERT_TOKEN_OFFSETS], arrays.first_layer)
     if steps.up_fwd:
         bias = steps.up_bias.halves(layer.b1_gate, layer.b1_up) if steps.up_bias else (0, 0)
-        x, up, of_up_fwd, x_e4m3 = layer.x, steps.up.halves(layer.w1_gate, layer.w1_up), NOT_FP8, None
+        x, up, of_up_fwd, x_e4m3 = layer.x, steps.up.halves(layer.w1_gate, layer.w1_up), PLAIN, None
         if steps.x_in_e4m3 and weights_fp8:
             x_e4m3 = fp8.quantized_rows(run, steps.x_in_e4m3, x, x_scales)
             x, up = x_e4m3.values, steps.x_in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
-            of_up_fwd = Fp8(x_e4m3.scales, weights_fp8.w1_scales)
+            of_up_fwd = GemmExtras(x_e4m3.scales, weights_fp8.w1_scales)
         read = squares if steps.up_fwd.square else index
-        grouped_gemm.gemm(run, steps.up_fwd, read, x, up, first_layer=made.ptr, bias=bias, fp8=of_up_fwd)
+        grouped_gemm.gemm(run, steps.up_fwd, read, x, up, first_layer=made.ptr, bias=bias, extras=of_up_fwd)
     return made
 
 
@@ -459,11 +447,11 @@ def _down_bwd(
     if not steps.down_bwd:
         return None, None
     w2, first_layer, first_layer_grad, weighted = arrays.layer.w2, *to
-    grad, down, of_down_bwd, grad_e4m3, made = arrays.grad_out, (w2, w2), NOT_FP8, None, None
+    grad, down, of_down_bwd, grad_e4m3, made = arrays.grad_out, (w2, w2), PLAIN, None, None
     if steps.in_e4m3 and weights_fp8:
         grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad, grad_scales)
         grad, down = grad_e4m3.values, (weights_fp8.w2, weights_fp8.w2)
-        of_down_bwd = Fp8(grad_e4m3.scales, weights_fp8.w2_scales)
+        of_down_bwd = GemmExtras(grad_e4m3.scales, weights_fp8.w2_scales)
         if steps.up_bwd:
             made = fp8.routed_rows(run, steps.in_e4m3)
             of_down_bwd = of_down_bwd._replace(quantised=made[0].ptr, quantised_scales=made[1].ptr)
@@ -478,7 +466,7 @@ def _down_bwd(
         result=weighted if "w2" in steps.how.needs and not steps.reads_y_swi else 0,
         y_swi=arrays.y_swi if steps.stored_y_swi else 0,
         weights=row_weights,
-        fp8=of_down_bwd,
+        extras=of_down_bwd,
     )
     return partial_sums, made
 

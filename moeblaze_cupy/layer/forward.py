@@ -29,7 +29,7 @@ from moeblaze_cupy.gemm import panels, square_tiles
 from moeblaze_cupy.gemm import products as grouped_gemm
 from moeblaze_cupy.gemm.biases import Bias
 from moeblaze_cupy.gemm.panels import Panels
-from moeblaze_cupy.gemm.products import NOT_FP8, Fp8, Gemm, Operand, Weight
+from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, Operand, Product, Rows, Weight
 from moeblaze_cupy.rows import aggregation, push
 from moeblaze_cupy.rows.aggregation import Source
 from moeblaze_cupy.types import LayerArrays, LayerOptions
@@ -162,31 +162,14 @@ def _forward_launches(
         up_read, down_read = in_e4m3.weights.up_fwd, in_e4m3.weights.down_fwd
         x_rows, y_rows = in_e4m3.rows_operand, in_e4m3.routed_operand
     weights, interleaved, keeps_fp8 = layer.router_weights, options.interleaved, options.save == "fp8"
-    up_fwd = grouped_gemm.configure(
-        "up_fwd",
-        index,
-        x_rows,
-        up_read,
-        h,
-        d,
-        options.activation,
-        limits,
-        interleaved=interleaved,
-        bias=up_bias,
-        result_ld=h,
-        weights_on_input=options.on_input,
-        fp8_saved=keeps_fp8,
-    )
+    act = options.activation
+    up_product = Product("up_fwd", index, x_rows, up_read, h, d, act, interleaved, up_bias)
+    up_fwd = grouped_gemm.configure(up_product, limits, Rows(h), weights_on_input=options.on_input, fp8_saved=keeps_fp8)
+    by_slot = index.by_slot if options.unreduced else index
+    down_bias = Bias.of(layer.b2_parts) if layer.b2 else None
     down_fwd = panels.configure(
-        "down_fwd",
-        index.by_slot if options.unreduced else index,
-        y_rows,
-        down_read,
-        h,
-        d,
-        options.activation,
+        Product("down_fwd", by_slot, y_rows, down_read, d, h, act, bias=down_bias),
         limits,
-        bias=Bias.of(layer.b2_parts) if layer.b2 else None,
         weights_dtype=None if weights is None or options.on_input else weights.dtype,
         overwrites=options.save != "paper",
         source=identity_rows(layer.x, weights, options),
@@ -249,14 +232,14 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     y_swi = run.empty(steps.y_swi, steps.dtype) if steps.keeps_y_swi or not steps.in_e4m3 else None
     y_swi_ptr = y_swi.ptr if y_swi else 0
     up_weight, down_weight, rows = steps.up.halves(layer.w1_gate, layer.w1_up), (layer.w2, layer.w2), layer.x
-    of_up_fwd = of_down_fwd = NOT_FP8
+    of_up_fwd, of_down_fwd = PLAIN, GemmExtras(peers=to.peers, needed=to.needed) if to.peers else PLAIN
     x_e4m3 = y_e4m3 = None
     if steps.in_e4m3 and weights_fp8:
         x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, rows, x_scales), fp8.routed_rows(run, steps.in_e4m3)
         rows, up_weight = x_e4m3.values, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
         down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
-        of_up_fwd = Fp8(x_e4m3.scales, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
-        of_down_fwd = Fp8(y_e4m3[1].ptr, weights_fp8.w2_scales)
+        of_up_fwd = GemmExtras(x_e4m3.scales, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
+        of_down_fwd = GemmExtras(y_e4m3[1].ptr, weights_fp8.w2_scales, 0, 0, *to)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
         unquantized = None
@@ -276,7 +259,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
             result=y_swi_ptr,
             weights=row_weights_ptr,
             bias=bias,
-            fp8=of_up_fwd,
+            extras=of_up_fwd,
         )
         if steps.quantize_saved and unquantized and first_layer:
             offsets = index[EXPERT_TOKEN_OFFSETS]
@@ -297,8 +280,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
             out.ptr if out else 0,
             bias=layer.b2,
             source=layer.x,
-            fp8=of_down_fwd,
-            to=to,
+            extras=of_down_fwd,
         )
         del by_row, of_squares
     elif steps.cleared_bytes and out:

@@ -23,13 +23,12 @@ from moeblaze_cupy.rows import aggregation
 from moeblaze_cupy.types import BackwardArrays, Gradients, LayerOptions
 
 
-def up_columns(rows: Operand, h: int, options: LayerOptions) -> tuple[int, tuple[Operand, int], int]:
-    """For w1's gradient: the columns of a half, the operand with its step to the up half, and the number of halves."""
-    if (
-        options.interleaved
-    ):  # one matrix to the product, as the first layer's and the gradient's columns are in the same order
-        return 2 * h, (rows, 0), 1
-    return h, (rows, h if options.gated else 0), options.halves
+def up_columns(rows: Operand, h: int, options: LayerOptions) -> tuple[tuple[Operand, int], int]:
+    """For w1's gradient: the operand with its step to the up half, and the number of halves.
+
+    Interleaved columns are one matrix to the product, as the first layer and the gradient have them in the same order.
+    """
+    return ((rows, 0), 1) if options.interleaved else ((rows, h if options.gated else 0), options.halves)
 
 
 def gradient_memory(run: Runtime, of: Weight | Bias, total: Sequence[int] | None) -> tuple[Any, Sequence[int]]:
@@ -99,18 +98,18 @@ def configure_weights(
     wgrad = functools.partial(grouped_gemm.configure_wgrad, index, options.activation, limits, num_experts=each)
     down_wgrad = up_wgrad = slots_by_row = own_down = own_up = down_total = up_total = rank_experts = None
     if "w2" in needs:
-        down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, "w2" in buffers)
+        down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, 1, "w2" in buffers)
         if summed:
             down_total = Weight.of((dict(totals.sums)["w2"],))
-            own_down = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_total, h, d, 1, False, summed=summed)
+            own_down = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_total, 1, False, summed=summed)
         if options.unreduced and index.num_rows and index.num_tokens:
             slots_by_row = aggregation.slots_by_row(index)
     if "w1" in needs:
-        columns, operand, halves = up_columns(first_rows, h, options)
-        up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, "w1" in buffers)
+        operand, halves = up_columns(first_rows, h, options)
+        up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, halves, "w1" in buffers)
         if summed:
             up_total = Weight.of((dict(totals.sums)["w1"],), half)
-            own_up = wgrad("up_wgrad", (x_rows, 0), operand, up_total, d, columns, halves, False, summed=summed)
+            own_up = wgrad("up_wgrad", (x_rows, 0), operand, up_total, halves, False, summed=summed)
     if summed and each:
         experts = {"num_experts": index.num_experts, "each": each}
         addresses = "experts_by_load", "rank_experts"

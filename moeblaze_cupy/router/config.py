@@ -86,8 +86,7 @@ def router_forward(
     itemsize: int,
     aligned: bool,
     selects: bool,
-    groups: int,
-    top: int,
+    groups: tuple[int, int],
     sums: bool,
     biased: bool = False,
     cut: bool = False,
@@ -95,22 +94,24 @@ def router_forward(
     narrow: bool = False,
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
+    groups: how many, 0 for none, and how many of its best experts rank a group.
     cut: slots may stay empty. over_row: weights are shares of a sum over all experts. narrow: sums need more registers
     than those of softmax and z do.
 
     A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
     these bounds the k-th key of all.
     """
-    plain = not (biased or groups or sums)
-    in_lane = plain if E <= 32 else E <= 512 and not (groups and sums)
+    number, top = groups
+    plain = not (biased or number or sums)
+    in_lane = plain if E <= 32 else E <= 512 and not (number and sums)
     if selects and k and k <= ROUTER_LANE_K and not cut and in_lane:
         vectors = aligned and E % (16 // itemsize) == 0
         # Where 32 values of a lane would leave too few registers.
-        narrow |= biased or bool(groups) or (E > 256 and (sums or over_row))
+        narrow |= biased or bool(number) or (E > 256 and (sums or over_row))
         found = _router_in_lane(
-            L, E, k, itemsize=itemsize, aligned=vectors, groups=groups, top=top, sums=sums, narrow=narrow
+            L, E, k, itemsize=itemsize, aligned=vectors, groups=number, top=top, sums=sums, narrow=narrow
         )
-        if found.shared_bytes <= DEFAULT_SHARED_BYTES and bool(groups) == bool(found.group_lanes):
+        if found.shared_bytes <= DEFAULT_SHARED_BYTES and bool(number) == bool(found.group_lanes):
             return found
     if E <= 32:
         lanes = 1
@@ -123,8 +124,8 @@ def router_forward(
     aligned = aligned and E % (16 // itemsize) == 0
     words = 2 * ((k or 0) + (ROUTER_LISTED if lanes > 1 else 0)) if selects else 0
     values = _router_values(E, lanes, itemsize, aligned)
-    group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
-    words += (E + 2 * groups + 3) // 4 * 4 if groups and not group_lanes else 0
+    group_lanes = _group_lanes(E // number, top, lanes, values, itemsize) if number and aligned else 0
+    words += (E + 2 * number + 3) // 4 * 4 if number and not group_lanes else 0
     if sums:
         words += _sum_row_words(E, lanes)
     threads = 128 if lanes == 1 else 256

@@ -367,7 +367,7 @@ def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
 )
 def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups):
     number, top = groups if groups[0] and E % groups[0] == 0 else (0, 1)
-    config = router_config.router_forward(L, E, k, itemsize=itemsize, groups=number, top=top, **options)
+    config = router_config.router_forward(L, E, k, itemsize=itemsize, groups=(number, top), **options)
     assert config.lanes * config.values >= E and config.full == (config.lanes * config.values == E)
     assert config.blocks * config.tokens_per_block >= L and (config.blocks - 1) * config.tokens_per_block <= L
     assert config.tokens_per_block % (config.threads // config.lanes) == 0 and config.threads % 32 == 0
@@ -395,10 +395,10 @@ def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups)
         (256, 8, {"over_row": True}, 8),
         (512, 8, {"over_row": True}, 32),
         (256, 8, {"biased": True}, 16),
-        (256, 8, {"biased": True, "groups": 8, "top": 2}, 16),
-        (256, 8, {"biased": True, "groups": 8, "top": 3}, None),
-        (256, 8, {"biased": True, "groups": 8, "top": 2, "sums": True}, None),
-        (60, 4, {"groups": 5, "top": 3}, None),
+        (256, 8, {"biased": True, "groups": (8, 2)}, 16),
+        (256, 8, {"biased": True, "groups": (8, 3)}, None),
+        (256, 8, {"biased": True, "groups": (8, 2), "sums": True}, None),
+        (60, 4, {"groups": (5, 3)}, None),
         (512, 8, {}, 16),
         (513, 8, {}, None),
         (64, 8, {}, 4),
@@ -406,7 +406,7 @@ def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups)
     ],
 )
 def test_which_routers_choose_in_one_lane(E, k, options, lanes):
-    plain = {"itemsize": 4, "aligned": True, "selects": True, "groups": 0, "top": 1, "sums": False}
+    plain = {"itemsize": 4, "aligned": True, "selects": True, "groups": (0, 1), "sums": False}
     config = router_config.router_forward(16384, E, k, **plain | options)
     assert (config.lanes if config.lane_k else None) == lanes
 
