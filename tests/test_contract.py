@@ -261,6 +261,53 @@ def test_docstrings_name_every_argument_and_what_is_raised(name):
     assert "Raises" in docstring
 
 
+# Functions that mirror the public API, or in gemm/variants.py the constants of a kernel, may have more parameters.
+MIRROR = {
+    *("moe_forward", "route", "route_backward", "moe", "expert_parallel_moe", "MoE.__init__", "gemm_variant"),
+}
+
+
+def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
+    """By name, with that of the class before a method's."""
+    found = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        inside = node.body if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Module)) else ()
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        found |= {prefix + child.name: child for child in inside if isinstance(child, ast.FunctionDef)}
+    return found
+
+
+def parameters_of(function: ast.FunctionDef) -> list[str]:
+    given = function.args
+    names = [
+        each.arg for each in (*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg) if each
+    ]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Without signature and docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_stay_on_a_screen(module):
+    functions = functions_of(MODULES[module])
+    many = {name: len(parameters_of(f)) for name, f in functions.items() if name not in MIRROR}
+    long = {} if module.startswith("reference.") else {name: lines_of(f) for name, f in functions.items()}
+    assert not {name: number for name, number in many.items() if number > 12}
+    assert not {name: number for name, number in long.items() if number > 80}
+
+
+def test_functions_are_counted():
+    """The test above proves nothing if it counts wrong."""
+    functions = functions_of(MODULES["layer.api"])
+    assert len(parameters_of(functions["moe_forward"])) == len(inspect.signature(mb.moe_forward).parameters)
+    assert {"Lookup.run", "Lookup.__init__", "called"} <= functions_of(MODULES["calls"]).keys()
+    assert lines_of(functions_of(MODULES["layer.forward"])["moe_forward"]) > 40
+
+
 def parameters(function) -> list[tuple[str, bool]]:
     """Names, and whether they are keyword-only; without the `context` of CUDA calls."""
     signature = inspect.signature(function).parameters.values()
