@@ -6,18 +6,18 @@ import numpy as np
 
 from moeblaze_cupy import checks, overlaps, reference
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import Call, untraced
+from moeblaze_cupy.calls import Call, graph_break
 from moeblaze_cupy.checks import named_pair
 from moeblaze_cupy.cuda.runtime import Runtime, current_device
 from moeblaze_cupy.fp8 import quantize
+from moeblaze_cupy.fp8.checks import MULTIPLE
 from moeblaze_cupy.fp8.quantize import E4M3, FIELDS, shapes_of
 from moeblaze_cupy.types import GATE_UP, Fp8Weights
 
 NAME = "quantize_weights"
-MULTIPLE = 16  # of d and h: rows of e4m3 then begin at multiples of 16 bytes, as TMA wants
 
 
-@untraced
+@graph_break
 def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up: str = "halves") -> Fp8Weights:
     """The weights of a layer as e4m3 in both orientations, with a float32 scale for each expert (and half of w1).
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from moeblaze_cupy.cuda import clear, launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
+from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.frameworks import Layout
 from moeblaze_cupy.gemm.products import Weight, is_aligned
 
 E4M3 = ("w1", "w1_transposed", "w2", "w2_transposed")  # fields of Fp8Weights
-FIELDS = ("w1", "w1_transposed", "w1_scales", "w2", "w2_transposed", "w2_scales", "amax")
+FIELDS = (*fp8_checks.FIELDS, "amax")
 HALVES_ADDRESSES = ("first", "second", "amax", "same", "transposed", "scales")
 
 

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from moeblaze_cupy import checks, reference
-from moeblaze_cupy.calls import Lookup, launched, untraced
+from moeblaze_cupy.calls import Lookup, graph_break, launched
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.types import Fp8Rows
 
 
-@untraced
+@graph_break
 def quantize_rows(rows: Any, out: Fp8Rows) -> None:
     """Writes rows in e4m3 into `out`, with a float32 scale for each, as precision="fp8" has x and out's gradient.
 

@@ -9,7 +9,7 @@ from moeblaze_cupy.frameworks import Framework
 from moeblaze_cupy.rows.aggregation import SUM_ADDRESSES
 
 
-class Place(NamedTuple):
+class PeerOffset(NamedTuple):
     """Where rows of results lie in the buffers of P ranks: an array in each, at the same offset."""
 
     offset: int  #: bytes from a rank's address to its array
@@ -26,14 +26,14 @@ class Destination(NamedTuple):
 
     peers: Any  #: (P,) int64, CuPy or torch on CUDA: addresses of the ranks' buffers, multiples of 16
     needed: Any  #: (P*M,) bool, likewise
-    place: Place
+    place: PeerOffset
 
     def addresses(self, framework: Framework) -> "Addresses":
         return Addresses(framework.describe(self.peers).ptr, framework.describe(self.needed).ptr)
 
 
 class Addresses(NamedTuple):
-    """Of the arrays of a `Destination`."""
+    """Device addresses of the arrays of a `Destination`; 0 without one."""
 
     peers: int
     needed: int
@@ -50,7 +50,7 @@ def push_sum(
     first_column: int,
     columns: int,
     panel_ld: int,
-    place: Place,
+    place: PeerOffset,
 ) -> Launch:
     """Columns first_column .. + columns of the ranks' results from the first `columns` of panel's rows.
 
