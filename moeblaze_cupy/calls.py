@@ -22,7 +22,7 @@ def keep(array: Any) -> Any:
     return array
 
 
-def untraced(function: Function) -> Function:
+def graph_break(function: Function) -> Function:
     """A function that torch.compile calls between its graphs, as it cannot follow addresses and NumPy's code."""
     by_torch: Callable[..., Any] | None = None
 
@@ -146,7 +146,7 @@ class Lookup:
             for i, (name, array) in enumerate(zip(self.names, self.given, strict=True))
             if array is not None or i < required
         }
-        (checks.untraced if counts else checks.untracked)(self.function, given)
+        (checks.no_transform if counts else checks.untracked)(self.function, given)
         self.call = Call(self.function, **given)
         return self.call
 

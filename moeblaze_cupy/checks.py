@@ -82,7 +82,7 @@ def untransformed(function: str, first: str, tensors: Iterable[Any]) -> None:
         raise RuntimeError(_message(function, first, expected, transform))
 
 
-def untraced(function: str, given: Mapping[str, Any]) -> None:
+def no_transform(function: str, given: Mapping[str, Any]) -> None:
     """If the first is a torch tensor: no transform is to follow this call, as it could not."""
     first = next(iter(given))
     if arrays.framework_of(given[first]) is arrays.Torch:
@@ -100,7 +100,7 @@ def untracked(function: str, given: Mapping[str, Any]) -> None:
                 expected = "a tensor that requires no gradient, as none is recorded here"
                 advice = "use moe or route of moeblaze_cupy.interop.torch, or detach"
                 raise RuntimeError(_message(function, name, expected, f"one that requires it; {advice}"))
-    untraced(function, given)
+    no_transform(function, given)
 
 
 def unreadable(function: str, argument: str, error: Exception) -> Exception:

@@ -14,7 +14,7 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import untraced
+from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.cuda import launch_config, loader, runtime
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.interop.parallel import collectives
@@ -320,7 +320,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     return total
 
 
-@untraced
+@graph_break
 def expert_parallel_moe(
     x: Tensor,
     ids: Tensor,

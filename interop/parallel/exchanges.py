@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.calls import untraced
+from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.interop.parallel import collectives
 from moeblaze_cupy.interop.parallel.collectives import SAME, PendingHeaders
 from moeblaze_cupy.interop.parallel.group import RankGroup
@@ -226,7 +226,7 @@ def required(*tensors: Sequence[Any]) -> int:
     )
 
 
-@untraced
+@graph_break
 def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Sends the rows of tokens to the ranks of their experts.
 
@@ -249,7 +249,7 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     return rows, local_ids, got, route
 
 
-@untraced
+@graph_break
 def collect(y: Tensor, route: Route) -> Tensor:
     """Sends the results (n, d) of received rows back to where these came from: (L, d), sums over ranks in their order.
 

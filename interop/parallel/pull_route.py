@@ -18,7 +18,7 @@ from moeblaze_cupy.interop.parallel.group import RankGroup
 from moeblaze_cupy.interop.parallel.peers import Form, PeerTensor
 from moeblaze_cupy.interop.parallel.routes import RemoteOutput, Route, Rows
 from moeblaze_cupy.rows import api as mb_rows
-from moeblaze_cupy.rows.push import Destination, Place
+from moeblaze_cupy.rows.push import Destination, PeerOffset
 from moeblaze_cupy.types import Fp8Rows
 
 Tensor = torch.Tensor
@@ -225,7 +225,7 @@ class PullRoute(Route):
         peers, device, share = self.experts.peers, self.ids.device, self._share
         self._landing = peers.room("results", forms, device)[which]
         array = peers.arrays("results", forms, device)[1][which].array
-        place = Place(array.offset, share.rank * self.rows, self.rows)
+        place = PeerOffset(array.offset, share.rank * self.rows, self.rows)
         return RemoteOutput(Destination(array.addresses, self._needed, place), self._landing)
 
     def zero_padding(self, rows: Tensor) -> Tensor:

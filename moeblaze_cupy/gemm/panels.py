@@ -40,7 +40,7 @@ def configure(
     weights_dtype: str | None = None,
     overwrites: bool = False,
     source: Source | None = None,
-    place: push.Place | None = None,
+    place: push.PeerOffset | None = None,
 ) -> Panels:
     """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
 

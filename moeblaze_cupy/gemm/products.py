@@ -117,7 +117,7 @@ class Rows(NamedTuple):
     why: tuple[str, ...] = ()
     to_tokens: bool = False
     weights_dtype: str | None = None
-    place: push.Place | None = None
+    place: push.PeerOffset | None = None
 
 
 NO_ROWS = Rows()  # of a step that writes no `result`

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from moeblaze_cupy import checks, reference
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import Call, Lookup, exported, keep, untraced
+from moeblaze_cupy.calls import Call, Lookup, exported, graph_break, keep
 from moeblaze_cupy.checks import named_pair
 from moeblaze_cupy.cuda.runtime import Record, Runtime, current_device
 from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import operands as fp8
+from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.frameworks import Buffer, DeviceFramework, Export
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
@@ -64,8 +65,7 @@ def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
 def map_fp8(weights: Fp8Weights | None, convert: Export) -> Fp8Weights | None:
     if weights is None:
         return None
-    fields = (*fp8_checks.FIELDS, "amax")
-    made = {name: getattr(weights, name) for name in fields}
+    made = {name: getattr(weights, name) for name in quantize.FIELDS}
     return Fp8Weights(**{n: None if a is None else convert(a) for n, a in made.items()}, gate_up=weights.gate_up)
 
 
@@ -74,7 +74,7 @@ def map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
     return rest.joined([None if array is None else convert(array) for array in lists])
 
 
-@untraced
+@graph_break
 def build_dispatch(
     ids: Any, num_experts: int, token_offsets: Any = None, *, max_slots: int | None = None
 ) -> DispatchIndices:
@@ -121,7 +121,7 @@ def _index(steps: dispatch.Dispatch, lists: Any, ids: Any) -> DispatchIndices:
     return DispatchIndices(lists, ids, index.places, index.num_experts, steps.copies_ids, index.max_slots)
 
 
-@untraced
+@graph_break
 def moe_forward(
     x: Any,
     ids: Any,

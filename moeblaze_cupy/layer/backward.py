@@ -103,7 +103,7 @@ def configure_backward(
     accumulate: Accumulated,
     limits: DeviceLimits,
     index: IndexLayout,
-    place: push.Place | None = None,
+    place: push.PeerOffset | None = None,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
@@ -264,7 +264,7 @@ def _up_bwd(
     limits: DeviceLimits,
     index: IndexLayout,
     operands: _Operands,
-    place: push.Place | None,
+    place: push.PeerOffset | None,
 ) -> Panels:
     rows, up = operands.first_layer, operands.up
     if operands.in_e4m3:

@@ -8,7 +8,7 @@ import numpy as np
 
 from moeblaze_cupy import checks, overlaps, reference
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.calls import Call, Lookup, keep, untraced
+from moeblaze_cupy.calls import Call, Lookup, graph_break, keep
 from moeblaze_cupy.checks import named_pair
 from moeblaze_cupy.cuda.runtime import Runtime, current_device
 from moeblaze_cupy.dispatch.launches import IndexLayout
@@ -54,11 +54,7 @@ def _buffers(function: str, accumulate: Any, needs: tuple[str, ...], saved: Save
             forms = {1: "one array", 2: "a pair (gate, up)"}
             raise checks.bad_value(function, argument, f"{forms[wanted]}, as the weight is", forms[len(found[name])])
         for part, array in found[name].items():
-            framework = arrays.framework_of(array)
-            if framework is None:  # what speaks DLPack alone may be immutable
-                raise checks.bad_type(function, part, "a NumPy, CuPy or torch array", type(array))
-            if framework is arrays.NumPy and not array.flags.writeable:
-                raise checks.bad_value(function, part, "an array that can be written", "a read-only one")
+            checks.writable(function, part, array)
     return found
 
 
@@ -143,7 +139,7 @@ def _check_apart(
     overlaps.apart(function, read, described_by_name(function, framework, buffers))
 
 
-@untraced
+@graph_break
 def moe_backward(
     grad_out: Any,
     saved: SavedForBackward,
@@ -172,7 +168,7 @@ def moe_backward(
     return run_backward("moe_backward", grad_out, saved, needs, keep_saved, accumulate)[0]
 
 
-@untraced
+@graph_break
 def moe_backward_data(
     grad_out: Any,
     saved: SavedForBackward,
@@ -198,7 +194,7 @@ def moe_backward_data(
     return grads, pending
 
 
-@untraced
+@graph_break
 def moe_backward_weights(
     pending: PendingWeights,
     *,
@@ -279,7 +275,7 @@ def summed_weights(
     totals: Mapping[str, Any],
     others: Mapping[str, Any],
     at: Mapping[str, Mapping[int, Any]],
-    tell: Callable[[str], None],
+    signal: Callable[[str], None],
     wait: Callable[[str], None],
 ) -> bool:
     """The second half of `moe_backward` where ranks with the same weights own E / P experts each, in order.
@@ -289,7 +285,7 @@ def summed_weights(
     pending: what `moe_backward_data` returned. needs: "w1", "w2" or both; w1 is one array. ranks: this one, then the
     others, 8 at most. totals: by name, arrays (E / P, ...) in the memory order of the weights, in their dtype or
     float32. others: by name, arrays (P - 1, E / P, ...) of this rank, in the weights' dtype. at: by name and other
-    rank, the array among the `others` of that rank that is this rank's. tell: tells the other ranks, on the current
+    rank, the array among the `others` of that rank that is this rank's. signal: tells the other ranks, on the current
     stream, that "w1" or "w2" is stored. wait: has the stream wait until all have.
     Returns False, and does nothing, where Hopper's kernels do not serve: without a GPU or tokens, say.
     """
@@ -303,7 +299,7 @@ def summed_weights(
     in_memory = call.described["grad_out"], call.described["saved.x"]
     of_ranks = Totals(sums=layouts, summed=Summed(len(ranks) - 1, scale))
     steps, read = _configured(call, pending, in_memory, needs, of_ranks)
-    if not steps.are_hoppers:
+    if not steps.all_sm90:
         return False
     to = {}
     for name in needs:
@@ -313,7 +309,7 @@ def summed_weights(
     pending.consumed = True
     with current_device(record.device):
         run = Runtime.current(record.framework, record.device)
-        weight_gradients.summed_weights(run, steps, read, ranks, to, tell, wait)
+        weight_gradients.summed_weights(run, steps, read, ranks, to, signal, wait)
     return True
 
 

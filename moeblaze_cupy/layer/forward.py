@@ -102,7 +102,7 @@ def configure_forward(
     options: LayerOptions,
     limits: DeviceLimits,
     quantizes: bool = False,
-    place: push.Place | None = None,
+    place: push.PeerOffset | None = None,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts and options, which have passed their checks.
 
@@ -152,7 +152,7 @@ def _forward_launches(
     index: IndexLayout,
     parameters: tuple[Weight, Weight, Bias | None],
     in_e4m3: fp8.Pass | None,
-    place: push.Place | None,
+    place: push.PeerOffset | None,
 ) -> dict[str, Any]:
     """The launches after dispatch, by the names of `Forward`."""
     (_, d), (_, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype

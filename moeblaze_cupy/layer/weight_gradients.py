@@ -57,7 +57,7 @@ class Weights:
     rank_experts: Launch | None = None
 
     @property
-    def are_hoppers(self) -> bool:
+    def all_sm90(self) -> bool:
         """Whether the kernels of all products are Hopper's, which alone sum over ranks."""
         steps = self.down_wgrad, self.up_wgrad, self.own_down, self.own_up
         return all(step is None or step.tier == "sm90" for step in steps)
@@ -178,14 +178,14 @@ def summed_weights(
     arrays: BackwardArrays,
     ranks: Sequence[int],
     to: Mapping[str, OfRanks],
-    tell: Callable[[str], None],
+    signal: Callable[[str], None],
     wait: Callable[[str], None],
 ) -> None:
     """The sums over ranks of the gradients of this rank's experts, from addresses as of `configure_weights`.
 
     Gradients of other ranks' experts are stored in the memory of those ranks. ranks: this one, then the others, in the
-    order in which theirs are computed. tell: "w1" or "w2" of others' experts is stored. wait: has the stream wait until
-    all ranks have stored it. One product lies between, so that ranks need not be in step.
+    order in which theirs are computed. signal: "w1" or "w2" of others' experts is stored. wait: has the stream wait
+    until all ranks have stored it. One product lies between, so that ranks need not be in step.
     """
     index, grad_out, x = steps.index.addresses(arrays.lists), arrays.grad_out, arrays.layer.x
     grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index) if steps.down_wgrad else (index, None)
@@ -209,7 +209,7 @@ def summed_weights(
         if name in to:
             for rank in others:
                 product(name, *stored[name], rank, to[name].at[rank])
-            tell(name)
+            signal(name)
     for name, step, total in (("w2", steps.own_down, steps.down_total), ("w1", steps.own_up, steps.up_total)):
         if name in to:
             wait(name)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moeblaze_cupy import checks, reference
-from moeblaze_cupy.calls import Lookup, untraced
+from moeblaze_cupy.calls import Lookup, graph_break
 from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.router import options as router_options
 from moeblaze_cupy.types import RouterSums
@@ -21,7 +21,7 @@ def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any
     return sums, groups, *checks.divided(function, sequences)
 
 
-@untraced
+@graph_break
 def route(
     logits: Any,
     k: int | None = None,
@@ -94,7 +94,7 @@ def route(
     return (weights, chosen, RouterSums(*added)) if sums else (weights, chosen)
 
 
-@untraced
+@graph_break
 def route_backward(
     grad_weights: Any,
     logits: Any,

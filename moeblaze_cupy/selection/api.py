@@ -9,7 +9,7 @@ first offset, or from the last on, are in no sequence: they are not counted, and
 from typing import Any
 
 from moeblaze_cupy import checks, overlaps, reference
-from moeblaze_cupy.calls import Call, Lookup, untraced
+from moeblaze_cupy.calls import Call, Lookup, graph_break
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.reference import selection as reference_selection
 from moeblaze_cupy.selection import balance
@@ -23,7 +23,7 @@ def _sequences(call: Call, number: int | None, num_tokens: int, num_experts: int
     return Sequences(checks.sequences(call.function, number, offsets, num_tokens, num_experts), offsets is not None)
 
 
-@untraced
+@graph_break
 def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
     """How many slots each expert has in each sequence: (S, E) int32.
 
@@ -49,7 +49,7 @@ def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
     return look.run(balance.tokens_per_expert)
 
 
-@untraced
+@graph_break
 def limit_capacity(
     ids: Any,
     num_experts: int,
@@ -106,7 +106,7 @@ def limit_capacity(
     return look.run(selection.limit_capacity)
 
 
-@untraced
+@graph_break
 def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[Any, Any]:
     """Pairs of each expert with its `capacity` tokens of largest scores in each sequence (arXiv 2202.09368).
 
@@ -140,7 +140,7 @@ def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[An
     return pairs
 
 
-@untraced
+@graph_break
 def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nearest") -> tuple[Any, Any]:
     """Pairs in which each expert has a multiple of `tile` tokens: token rounding (SonicMoE, arXiv 2512.14080).
 
@@ -179,7 +179,7 @@ def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nea
     return pairs
 
 
-@untraced
+@graph_break
 def list_pairs(mask: Any, num_pairs: int) -> tuple[Any, Any]:
     """The pairs that are set in a mask, by token, then expert; at most num_pairs, the first ones.
 
@@ -204,7 +204,7 @@ def list_pairs(mask: Any, num_pairs: int) -> tuple[Any, Any]:
     return pairs
 
 
-@untraced
+@graph_break
 def quantile_histogram(
     logits: Any, ids: Any, bias: Any, histogram: Any, bounds: Any, *, score: str = "sigmoid"
 ) -> None:

@@ -42,7 +42,7 @@ def listed_candidates(num_tokens: int, num_experts: int) -> int:
     return min(launch_config.ceil_div(num_tokens * num_experts, 8), 2**31 - 1)
 
 
-def walkers(num_experts: int, limits: launch_config.DeviceLimits) -> int:
+def ranking_warps(num_experts: int, limits: launch_config.DeviceLimits) -> int:
     """Warps of capacity_mark that rank slots, each with a counter per expert in shared memory."""
     available = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
     return max(1, min(launch_config.SELECT_THREADS // 32, available // (4 * num_experts) - 2))

@@ -291,7 +291,7 @@ def configure_capacity(
 
     choices = {"position": 1, "choice": k}.get(order)
     if choices == 1 or (choices and selection_config.counts_choices(choices * E, S * parts, limits)):
-        ranking, counts = selection_config.walkers(E, limits), ("sequences", "counts", "totals")
+        ranking, counts = selection_config.ranking_warps(E, limits), ("sequences", "counts", "totals")
         marked = {"choices": choices, "capacity": capacity, "walkers": ranking}
         return CapacityByCounts(
             counts=S * parts * choices * E,

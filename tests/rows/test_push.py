@@ -5,7 +5,7 @@ import pytest
 
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.dispatch.launches import IndexLayout
-from moeblaze_cupy.rows.push import Destination, Place, push_sum
+from moeblaze_cupy.rows.push import Destination, PeerOffset, push_sum
 from tests import emulator
 from tests.cases import Case, make_inputs
 from tests.layer.test_device_code import DTYPES, differences, emulated
@@ -24,7 +24,7 @@ class Ranks:
         self.buffers = [device.allocate((4 + P * M, d), dtype) for _ in range(P)]
         emulator.reachable += self.buffers
         addresses = device.put(np.array([buffer.ctypes.data for buffer in self.buffers], np.int64))
-        place = Place(skipped * np.dtype(dtype).itemsize, RANK * M, M)
+        place = PeerOffset(skipped * np.dtype(dtype).itemsize, RANK * M, M)
         self.destination = Destination(addresses, device.put(needed), place)
 
     def result(self, plain):
@@ -80,7 +80,7 @@ def test_results_go_to_their_ranks(monkeypatch, tier, dtype, case, max_slots, sa
 
 def test_launch():
     """Blocks of one rank do not have tokens of the next; offsets of 64 bits."""
-    place = Place(5 << 32, 2 * 1001, 1001)
+    place = PeerOffset(5 << 32, 2 * 1001, 1001)
     launch = push_sum(IndexLayout(4 * 1001, 8, 16), "bfloat16", None, 2048, 1024, 1024, 1024, place)
     assert launch.grid == (4 * -(-1001 // launch_config.AGGREGATE_TOKENS), 4)
     assert launch.scalars["offset"] == 5 << 32 and launch.scalars["P"] == 4
