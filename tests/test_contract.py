@@ -308,6 +308,17 @@ def test_functions_are_counted():
     assert lines_of(functions_of(MODULES["layer.forward"])["moe_forward"]) > 40
 
 
+LAYER = ("layer", "gemm", "dispatch")  # and calls.py, types.py; with their kernels
+
+
+def test_readme_tells_how_large_the_layer_is():
+    named = re.search(r"The layer is ([\d,]+) lines", README)
+    files = [ROOT / "moeblaze_cupy" / name for name in ("calls.py", "types.py")]
+    files += [p for folder in LAYER for top in ("moeblaze_cupy", "kernels_cu") for p in (ROOT / top / folder).glob("*")]
+    lines = sum(path.read_text().count("\n") for path in files if path.suffix in (".py", ".cu", ".cuh"))
+    assert named and int(named[1].replace(",", "")) == round(lines, -2), lines
+
+
 def parameters(function) -> list[tuple[str, bool]]:
     """Names, and whether they are keyword-only; without the `context` of CUDA calls."""
     signature = inspect.signature(function).parameters.values()
