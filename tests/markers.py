@@ -53,7 +53,7 @@ CASES = {
     "tests/transformers/test_transformers.py::test_compiles_to_one_graph": (1, 0),
     "tests/transformers/test_transformers.py::test_compiled_modules_follow_their_constants": (0, 0),
     "tests/transformers/test_transformers_fp8.py": (2, 0),
-    "tests/transformers/test_transformers_parallel.py": (0, 0),
+    "tests/transformers/test_transformers_parallel.py": (ALL, 0),
 }
 
 

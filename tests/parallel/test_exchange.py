@@ -18,7 +18,11 @@ from tests.parallel import ranks
 from tests.parallel.rank_processes import RankProcesses
 
 RANKS = "-m", "tests.parallel.ranks"
-SHORT = "parity", "own_experts"  # all public functions, on two ranks
+
+
+def parameters_of(cases, *quick):
+    """The names of cases. All but the quick ones are `long`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in cases]
 
 
 def skip_if_missing(function):
@@ -33,9 +37,7 @@ def processes(request, tmp_path_factory):
         yield processes
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in ranks.CASES]
-)
+@pytest.mark.parametrize("name", parameters_of(ranks.CASES, "parity", "own_experts"))
 def test_case(processes, name):
     skip_if_missing(ranks.CASES[name])
     processes.run(name)

@@ -10,7 +10,7 @@ if not hasattr(transformers, "distributed"):
     pytest.skip("needs transformers with DistributedConfig", allow_module_level=True)
 from tests.parallel import ranks_transformers  # noqa: E402
 from tests.parallel.rank_processes import RankProcesses  # noqa: E402
-from tests.parallel.test_exchange import RANKS, skip_if_missing  # noqa: E402
+from tests.parallel.test_exchange import RANKS, parameters_of, skip_if_missing  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def processes(tmp_path_factory):
         yield processes
 
 
-@pytest.mark.parametrize("name", ranks_transformers.MODEL_CASES)
+@pytest.mark.parametrize("name", parameters_of(ranks_transformers.MODEL_CASES, "tokens_that_differ"))
 def test_case(processes, name):
     skip_if_missing(ranks_transformers.MODEL_CASES[name])
     processes.run(name)
