@@ -132,7 +132,7 @@ class Experts:
         return all(getattr(w, "part", None) is part for w, part in zip((w1, w2), self.parts, strict=True))
 
     def weights(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Gathered]:
-        """Returns w1 (E, d, 2h) and w2 (E, h, d) for `moe`, which pass gradients to these parameters, and their e4m3."""
+        """Returns w1 (E, d, 2h) and w2 (E, h, d) for `moe`, which pass gradients to the parameters, and their e4m3."""
         device = w1.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.bfloat16:
             got = f"autocast to {torch.get_autocast_dtype(device)}"
