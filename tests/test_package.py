@@ -120,11 +120,44 @@ def test_ci_runs_the_commands_of_the_readme():
     ]
 
 
-def test_forges_run_the_same_checks():
-    assert re.findall(r"^ +- run: (.*)$", (ROOT / ".github" / "workflows" / "ci.yml").read_text(), re.MULTILINE) == [
-        ".ci/run"
-    ]
+def workflow(name):
+    return (ROOT / ".github" / "workflows" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"), [("ci.yml", [".ci/run", ".ci/run other_torch"]), ("release.yml", [".ci/run release"])]
+)
+def test_forges_run_the_same_checks(name, runs):
+    assert re.findall(r"^ +- run: (.*)$", workflow(name), re.MULTILINE) == runs
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert {words[-1] for words in map(str.split, runs)} - {".ci/run"} <= set(re.findall(r"^(\w+)\(\) {", CI, re.M))
+
+
+def test_forges_run_the_oldest_torch(setup_cfg):
+    versions = re.findall(r'"([\d.]+)"', re.search(r"^ +torch: \[(.*?)\]", workflow("ci.yml"), re.MULTILINE)[1])
+    assert f"torch>={versions[0].removesuffix('.0')}" in requirements(setup_cfg)["torch"]
+    assert versions == sorted(versions, key=lambda version: tuple(map(int, version.split("."))))
+
+
+def test_a_release_waits_for_the_checks_and_needs_no_secret():
+    text = workflow("release.yml")
+    assert "uses: ./.github/workflows/ci.yml" in text and "workflow_call:" in workflow("ci.yml")
+    assert text.count("needs: [checks, build]") == 2 and text.count("id-token: write") == 2
+    assert "secrets." not in text
+
+
+def test_the_recipe_is_of_this_version_and_its_requirements(setup_cfg):
+    recipe = (ROOT / "recipe" / "recipe.yaml").read_text()
+    assert re.search(r'^  version: "(.*)"$', recipe, re.MULTILINE)[1] == moeblaze_cupy.__version__
+    assert setup_cfg["options.entry_points"]["console_scripts"].strip() in recipe
+    assert f"summary: {setup_cfg['metadata']['description']}\n" in recipe
+    wanted = requirements(setup_cfg)
+    cupy = {re.sub(r"cupy-cuda\d+x\[ctk\]", "cupy", line) for name in ("cuda12", "cuda13") for line in wanted[name]}
+    torch = {line.replace("torch", "pytorch") for line in wanted["torch"]}
+    others = [line for line in wanted["transformers"] if line.startswith("transformers")]
+    listed = {line.replace(" ", "") for line in re.findall(r"^    - (.*)$", recipe, re.MULTILINE)}
+    assert {*wanted[""], *cupy, *torch, *others} <= listed
+    assert re.search(r'"(setuptools>=.*?)"', (ROOT / "pyproject.toml").read_text())[1] in listed
 
 
 def test_typed_files_exist(setup_cfg):
