@@ -147,7 +147,7 @@ def test_a_release_waits_for_the_checks_and_needs_no_secret():
 
 
 def test_the_recipe_is_of_this_version_and_its_requirements(setup_cfg):
-    recipe = (ROOT / "recipe" / "recipe.yaml").read_text()
+    recipe = (ROOT / ".ci" / "conda" / "recipe.yaml").read_text()
     assert re.search(r'^  version: "(.*)"$', recipe, re.MULTILINE)[1] == moeblaze_cupy.__version__
     assert setup_cfg["options.entry_points"]["console_scripts"].strip() in recipe
     assert f"summary: {setup_cfg['metadata']['description']}\n" in recipe
