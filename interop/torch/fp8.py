@@ -99,7 +99,8 @@ def _follow_adapters(parent: torch.nn.Module, name: str, module: torch.nn.Module
 
     Their ends write to parameters: peft merges through `.data`. peft's layers have what they adapt as `base_layer`.
     """
-    if module is None:
+    # A trace makes lists of modules that are there already. Dynamo of torch 2.11 cannot follow what comes next.
+    if module is None or torch.compiler.is_compiling():
         return
     if name == "base_layer":
         vars(module)[_ADAPTED] = True

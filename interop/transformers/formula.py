@@ -182,14 +182,12 @@ def formula_of(module: Any, activation: str = "") -> Formula:
     by the module itself, too.
     """
     gate = _gate_of(module, activation)
-    formula: Formula
-    for formula in _found(gate):
-        if _holds(module, formula.reads):
-            return formula
+    for number, reads in enumerate(_reads_of(gate)):
+        if _holds(module, reads):
+            return _found(gate, number)
     if torch.compiler.is_compiling():
-        formula = _formula_at(id(module), activation)
-        _holds(module, formula.reads)  # for the guards
-        return formula
+        _holds(module, _reads_at(id(module), activation))  # for the guards
+        return _formula_at(id(module), activation)
     formula = _formula(module, gate)
     if _holds(module, formula.reads):
         _FOUND[gate] = (*_FOUND.get(gate, ()), formula)
@@ -205,7 +203,7 @@ def _gate_of(module: Any, activation: str) -> Any:
     return private.gate_method(module)
 
 
-def _holds(module: Any, reads: tuple[Read, ...]) -> bool:
+def _holds(module: Any, reads: tuple[tuple[Any, ...], ...]) -> bool:
     for path, kind, value in reads:
         part: Any = module
         for name in path:
@@ -222,9 +220,24 @@ def _is_constant(part: Any) -> bool:
     return isinstance(part, (int, float, str)) and not isinstance(part, bool)
 
 
+# Dynamo of torch 2.11 iterates a constant result only if it consists of plain tuples.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
-def _found(gate: Any) -> tuple[Formula, ...]:
-    return _FOUND.get(gate, ())
+def _reads_of(gate: Any) -> tuple[tuple[tuple[Any, ...], ...], ...]:
+    return tuple(_plain(formula.reads) for formula in _FOUND.get(gate, ()))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
+def _found(gate: Any, number: int) -> Formula:
+    return _FOUND[gate][number]
+
+
+def _plain(reads: tuple[Read, ...]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(read) for read in reads)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
+def _reads_at(address: int, activation: str) -> tuple[tuple[Any, ...], ...]:
+    return _plain(_formula_at(address, activation).reads)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none

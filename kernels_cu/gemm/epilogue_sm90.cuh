@@ -160,7 +160,7 @@ struct ActivateRows : EpilogueBase {
             gate[i] = finished.get(row + i * STEP, chunk);
             up[i] = SPLIT ? finished.get(row + i * STEP, chunk + LANES) : gate[i];
         }
-        if constexpr (FP8_SAVED) keep(gate, up, valid);
+        if constexpr (FP8_SAVED) keep<VECTORS>(gate, up, valid);
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; ++i) {
             float b[8];
@@ -203,17 +203,18 @@ struct ActivateRows : EpilogueBase {
 
     // The row of the scale that this lane stores, from the lane's first row on.
     static __device__ __forceinline__ int scale_row() { return Shared::vector() / (1 + SPLIT) * STEP; }
-    // Stores a and b as e4m3 with scales.
+    // Stores a and b as e4m3 with scales. N is VECTORS; as a parameter it keeps a compiler from looking into what has no scales.
+    template <int N>
     __device__ __forceinline__ void keep(const Row8<element> (&gate)[LANE_ROWS], const Row8<element> (&up)[LANE_ROWS],
                                          const bool (&valid)[LANE_ROWS]) {
-        unsigned of_vectors[VECTORS], amax[VECTORS / 2];
+        unsigned of_vectors[N], amax[N / 2];
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) of_vectors[i] = amax_of_pairs(SPLIT && i % 2 ? up[i / 2] : gate[i / (1 + SPLIT)]);
+        for (int i = 0; i < N; ++i) of_vectors[i] = amax_of_pairs(SPLIT && i % 2 ? up[i / 2] : gate[i / (1 + SPLIT)]);
 #pragma unroll
-        for (int i = 0; i < VECTORS / 2; ++i) amax[i] = amax_of_two<element>(of_vectors[2 * i], of_vectors[2 * i + 1]);
+        for (int i = 0; i < N / 2; ++i) amax[i] = amax_of_two<element>(of_vectors[2 * i], of_vectors[2 * i + 1]);
         const Scaling mine = scaling_of_pairs<GROUP_LANES, element>(amax);
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
+        for (int i = 0; i < N; ++i) {
             float v[8];
             (SPLIT && i % 2 ? up[i / 2] : gate[i / (1 + SPLIT)]).unpack(v);
             const float factor = Shared::factor(mine, i);

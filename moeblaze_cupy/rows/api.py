@@ -41,11 +41,15 @@ def sum_rows(rows: Any, positions: Any) -> Any:
             if where.size and where.max() >= n:
                 raise checks.bad_value(function, "positions", f"rows below {n}", where.max())
             return call.on_host(reference.sum_rows)
-        form = of_rows.dtype, None, d, 0, d, d
-        misalignment = of_rows.ptr % frameworks.ALIGNMENT
-        step = aggregation.aggregate(IndexLayout(L, P, 1), *form, misalignment=misalignment) if L else None
+        step = _configure(L, P, d, of_rows.dtype, of_rows.ptr % frameworks.ALIGNMENT)
         look.keep((step, (L, d), of_rows.dtype))
     return look.run(_sum_rows)
+
+
+def _configure(L: int, P: int, d: int, dtype: str, misalignment: int) -> Launch | None:
+    if L == 0:
+        return None
+    return aggregation.aggregate(IndexLayout(L, P, 1), dtype, None, d, 0, d, d, misalignment=misalignment)
 
 
 def _sum_rows(run: Runtime, plan: tuple[Launch | None, tuple[int, int], str], pointers: Sequence[int]) -> Buffer:

@@ -354,7 +354,7 @@ def test_repeated_calls_take_what_was_prepared(device, monkeypatch):
     ids = device.put(rng.integers(0, 8, (64, 2)).astype(np.int32))
     first = mb.limit_capacity(ids, 8, 5), mb.expert_choice(scores, 5), mb.round_tokens(scores, ids, tile=4)
     device.synchronize()
-    monkeypatch.setattr("moeblaze_cupy.selection.api.Call", None)
+    monkeypatch.setattr("moeblaze_cupy.calls.Call", None)
     again = mb.limit_capacity(ids, 8, 5), mb.expert_choice(scores, 5), mb.round_tokens(scores, ids, tile=4)
     device.synchronize()
     for one, other in zip(first, again, strict=True):

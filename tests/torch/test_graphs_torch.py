@@ -55,7 +55,7 @@ def test_nothing_waits_for_the_gpu(save, by_operators, precision, monkeypatch):
 
     gradients(run, x, layer.parameters(), grad_out)  # compiles the kernels
     if by_operators:
-        monkeypatch.setattr(torch_autograd, "wanted", lambda tensors: True)
+        monkeypatch.setattr(torch_autograd, "needs_operators", lambda tensors: True)
     with torch.no_grad():
         layer.w1_storage.mul_(2)  # which "fp8" has to tell
     torch.cuda.set_sync_debug_mode("error")
