@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moeblaze_cupy.fp8.api import quantize_weights
 from moeblaze_cupy.layer.api import build_dispatch, moe_forward
 from moeblaze_cupy.layer.backward_api import moe_backward, moe_backward_data, moe_backward_weights
+from moeblaze_cupy.quantised.api import dequantize, quantize_experts
 from moeblaze_cupy.router.api import route, route_backward
 from moeblaze_cupy.rows.api import sum_rows
 from moeblaze_cupy.selection.api import (
@@ -20,7 +21,9 @@ from moeblaze_cupy.types import (
     DispatchIndices,
     Fp8Weights,
     Gradients,
+    NestedScales,
     PendingWeights,
+    QuantizedWeight,
     RouterSums,
     SavedForBackward,
 )
@@ -31,10 +34,13 @@ __all__ = [
     "DispatchIndices",
     "Fp8Weights",
     "Gradients",
+    "NestedScales",
     "PendingWeights",
+    "QuantizedWeight",
     "RouterSums",
     "SavedForBackward",
     "build_dispatch",
+    "dequantize",
     "expert_choice",
     "limit_capacity",
     "list_pairs",
@@ -43,6 +49,7 @@ __all__ = [
     "moe_backward_weights",
     "moe_forward",
     "quantile_histogram",
+    "quantize_experts",
     "quantize_weights",
     "round_tokens",
     "route",

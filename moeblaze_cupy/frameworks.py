@@ -256,7 +256,7 @@ class Torch:
         array = array.detach()
         if array.dtype == torch.bfloat16:
             return Torch.to_numpy(array.view(torch.int16)).view(ml_dtypes.bfloat16)
-        if array.dtype == torch.float8_e4m3fn:
+        if array.element_size() == 1 and array.is_floating_point():  # e4m3 and e8m0, which NumPy knows by their bytes
             return Torch.to_numpy(array.view(torch.uint8))
         host = np.from_dlpack(array)  # Tensor.numpy would leave the storage unable to be resized, which FSDP does
         return host if host.flags.writeable else np.asarray(_Writeable(host))

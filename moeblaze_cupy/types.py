@@ -64,6 +64,7 @@ SHARES = ("softmax", "sigmoid", "sqrt_softplus")  # scores that a token's shares
 SUMS = (*SHARES, "z", "entropy")
 GRADIENTS = ("x", "weights", "w1", "w2")
 WEIGHTS_ON = ("output", "input")
+WEIGHT_FORMATS = ("mxfp4", "nf4", "e4m3", "int8")
 NO_EXPERT, IDENTITY = -1, -2  # in token_index_map, of slots that have no row
 BIASES = ("b1", "b2")
 
@@ -447,6 +448,53 @@ class Fp8Rows(NamedTuple):
     def part(self, of: slice) -> "Fp8Rows":
         """Some of the rows."""
         return Fp8Rows(self.values[of], self.scales[of])
+
+
+class NestedScales(NamedTuple):
+    """What uint8 scales of "nf4" stand for, as of bitsandbytes: scale = code[byte] * absmax of its block + offset."""
+
+    code: Any  #: (256,) float32
+    absmax: Any  #: (E, N * K / 16384) float32, one for each 256 scales of an expert
+    offset: Any  #: (), or (1,), float32
+
+
+class QuantizedWeight(NamedTuple):
+    """A frozen weight in four or eight bits, which the layer takes as w1 or w2: what `quantize_experts` makes.
+
+    An expert's weight is N rows of K elements, K being what the layer's product sums over: (N, K) is (2h, d) of w1, or
+    (h, d) without a gate, and (d, h) of w2. The layer reads it as its transposed view (K, N), so rows keep the order of
+    the layer's columns. All parts are C-contiguous, and E is their first dimension: a slice of experts has slices of
+    the parts. On CUDA they begin at multiples of 16 bytes.
+
+    ======== ================================ ============================================ ===================
+    format   data                             scales                                       sizes
+    ======== ================================ ============================================ ===================
+    "mxfp4"  (E, N, K/2) uint8, or            (E, N, K/32) uint8 of e8m0                   K % 32 == 0
+             (E, N, K/32, 16), the low nibble
+             first
+    "nf4"    (E, N K / 2) uint8, the high     (E, N K / 64) float32; or uint8 with         N K % 64 == 0, or
+             nibble first                     `nested`                                     16384 with `nested`
+    "e4m3"   (E, N, K) e4m3                   (E, ceil(N / rows), ceil(K / columns)) of    K and columns are
+                                              `block` in float32, or uint8 of e8m0         multiples of 8
+    "int8"   (E, N, K) int8                   (E, N, 1) float32                            K % 8 == 0
+    ======== ================================ ============================================ ===================
+
+    A weight is code * scale, rounded once to `dtype`. The code of "mxfp4" is a number of e2m1, that of "nf4" an entry
+    of its table. A scale s of e8m0 is 2^(s - 127), and 255 is NaN.
+    """
+
+    data: Any
+    scales: Any
+    format: str
+    shape: tuple[int, int, int]  #: (E, K, N), that of the weight in the layer
+    block: tuple[int, int] | None = None  #: rows and columns that share a scale of "e4m3"
+    nested: NestedScales | None = None
+    dtype: str = "bfloat16"  #: of x and of the decoded weight: "bfloat16", or "float32" on the CPU
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.data, self.scales, *(self.nested or ()))
+        return sum(map(nbytes, parts))
 
 
 @dataclass(eq=False, slots=True)

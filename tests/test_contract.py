@@ -38,6 +38,7 @@ LEVELS = [
     ["rows"],
     ["gemm"],
     ["fp8"],
+    ["quantised"],
     ["layer"],
     ["selection"],
     ["router"],

@@ -1,0 +1,168 @@
+"""Weights in four and eight bits: quantisation of arrays, and the numbers that `types.QuantizedWeight` stands for.
+
+A number is code * scale in float32, rounded once to the weight's dtype. E4m3 and e8m0 come as bytes.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from moeblaze_cupy.reference.fp8 import MIN_NORMAL, amax_over, from_e4m3, scaling, to_e4m3
+from moeblaze_cupy.reference.numerics import HostArray
+from moeblaze_cupy.types import QuantizedWeight
+
+MXFP4_BLOCK, NF4_BLOCK, NESTED_BLOCK = 32, 64, 256
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the magnitudes of the codes 0 to 7; 8 is the sign
+# Quantiles of a normal distribution, by Dettmers et al. (QLoRA, arXiv 2305.14314), as bitsandbytes has them.
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+        *(0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+
+
+def from_e8m0(scales: HostArray) -> HostArray:
+    """Bytes s as 2^(s - 127) in float32, 255 as NaN."""
+    return np.where(scales == 255, np.float32(np.nan), np.ldexp(np.float32(1), scales.astype(np.int32) - 127))
+
+
+def rounded(values: HostArray, dtype: Any) -> HostArray:
+    """Float32 in `dtype`. A NaN of bfloat16 is 0x7fff, as the kernels round it."""
+    found: HostArray = values.astype(dtype)
+    if found.dtype == ml_dtypes.bfloat16:
+        found.view(np.uint16)[np.isnan(values)] = 0x7FFF
+    return found
+
+
+def nf4_scales(weight: QuantizedWeight) -> HostArray:
+    """Of one or several experts, in float32: nested ones as code[byte] * absmax, rounded, + offset, rounded."""
+    if weight.nested is None:
+        scales: HostArray = weight.scales
+        return scales
+    code, absmax, offset = weight.nested
+    products: HostArray = code[weight.scales] * np.repeat(absmax, NESTED_BLOCK, axis=1)
+    return products + np.reshape(offset, ())
+
+
+def _mxfp4(weight: QuantizedWeight, N: int, K: int) -> HostArray:
+    packed = weight.data.reshape(-1, N, K // 2)
+    codes = np.stack((packed & 15, packed >> 4), axis=3).reshape(-1, N, K // MXFP4_BLOCK, MXFP4_BLOCK)
+    magnitudes = E2M1[codes & 7]
+    values = np.where(codes & 8, -magnitudes, magnitudes)
+    return values * from_e8m0(weight.scales)[..., None]
+
+
+def _nf4(weight: QuantizedWeight, N: int, K: int) -> HostArray:
+    codes = np.stack((weight.data >> 4, weight.data & 15), axis=2)
+    return NF4[codes].reshape(-1, N * K // NF4_BLOCK, NF4_BLOCK) * nf4_scales(weight)[..., None]
+
+
+def _e4m3(weight: QuantizedWeight, N: int, K: int) -> HostArray:
+    assert weight.block is not None
+    rows, columns = weight.block
+    scales = weight.scales if weight.scales.dtype == np.float32 else from_e8m0(weight.scales)
+    spread = scales[:, np.arange(N) // rows][:, :, np.arange(K) // columns]
+    return from_e4m3(weight.data) * spread
+
+
+def _int8(weight: QuantizedWeight, N: int, K: int) -> HostArray:
+    values: HostArray = weight.data.astype(np.float32) * weight.scales
+    return values
+
+
+_DECODE: dict[str, Callable[[QuantizedWeight, int, int], HostArray]] = {
+    "mxfp4": _mxfp4,
+    "nf4": _nf4,
+    "e4m3": _e4m3,
+    "int8": _int8,
+}
+
+
+def expert_of(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
+    """The weight of one expert, E being 1."""
+    here = slice(expert, expert + 1)
+    nested = weight.nested and weight.nested._replace(absmax=weight.nested.absmax[here])
+    parts = weight.data[here], weight.scales[here]
+    return weight._replace(data=parts[0], scales=parts[1], shape=(1, *weight.shape[1:]), nested=nested)
+
+
+def dequantize(weight: QuantizedWeight) -> HostArray:
+    """(E, N, K) in the weight's dtype."""
+    E, K, N = weight.shape
+    decode, dtype = _DECODE[weight.format], np.dtype(getattr(ml_dtypes, weight.dtype, weight.dtype))
+    out = np.empty((E, N, K), dtype)
+    with np.errstate(all="ignore"):
+        for expert in range(E):
+            values = decode(expert_of(weight, expert), N, K)
+            out[expert] = rounded(values, dtype).reshape(N, K)
+    return out
+
+
+def _to_mxfp4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
+    """The OCP rule: the scale's exponent is that of the largest magnitude less 2; beyond 6 a code is that of 6."""
+    N, K = rows.shape
+    blocks = rows.reshape(N, K // MXFP4_BLOCK, MXFP4_BLOCK)
+    amax = amax_over(blocks, 2)
+    exponents = np.where(amax > 0, np.frexp(amax)[1] - 1 - 2, -127)
+    scales = np.clip(exponents + 127, 0, 254)
+    magnitudes = np.ldexp(np.abs(blocks), 127 - scales)
+    # Ties go to the even code: the middle below an odd code is still of the code before.
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    middles[::2] = np.nextafter(middles[::2], np.float32(np.inf))
+    codes = np.searchsorted(middles, magnitudes, side="right").astype(np.uint8) | np.signbit(blocks) * np.uint8(8)
+    pairs = codes.reshape(N, K // 2, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4, scales[..., 0].astype(np.uint8)
+
+
+def _to_nf4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
+    """As bitsandbytes on CUDA: v * (1 / absmax), of two equally near entries the lower one."""
+    blocks = rows.reshape(-1, NF4_BLOCK)
+    absmax = amax_over(blocks, 1)
+    factors = np.divide(np.float32(1), absmax, out=np.zeros_like(absmax), where=absmax >= MIN_NORMAL)
+    middles = (NF4[1:] + NF4[:-1]) / 2
+    codes = np.searchsorted(middles, blocks * factors, side="left").astype(np.uint8).reshape(-1, 2)
+    return codes[:, 0] << 4 | codes[:, 1], absmax[:, 0]
+
+
+def _to_e4m3(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
+    assert block is not None
+    (N, K), (height, width) = rows.shape, block
+    grid = math.ceil(N / height), math.ceil(K / width)
+    padded = np.zeros((grid[0] * height, grid[1] * width), np.float32)
+    padded[:N, :K] = rows
+    blocks = padded.reshape(grid[0], height, grid[1], width)
+    scales, factors = scaling(amax_over(blocks, (1, 3)))
+    return to_e4m3(blocks * factors).reshape(padded.shape)[:N, :K], scales[:, 0, :, 0]
+
+
+def _to_int8(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
+    scales = amax_over(rows, 1) / np.float32(127)
+    codes = np.divide(rows, scales, out=np.zeros_like(rows), where=scales > 0)
+    return np.clip(np.rint(codes), -127, 127).astype(np.int8), scales
+
+
+_ENCODE: dict[str, Callable[[HostArray, tuple[int, int] | None], tuple[HostArray, HostArray]]] = {
+    "mxfp4": _to_mxfp4,
+    "nf4": _to_nf4,
+    "e4m3": _to_e4m3,
+    "int8": _to_int8,
+}
+
+
+def quantize(w: HostArray, form: str, block: tuple[int, int] | None = None) -> QuantizedWeight:
+    """A weight (E, K, N), in any memory order, in a format. block: of "e4m3". Not finite weights give no numbers."""
+    E, K, N = w.shape
+    parts = []
+    with np.errstate(all="ignore"):
+        for expert in range(E):
+            rows = np.ascontiguousarray(w[expert].T, np.float32)
+            parts.append(_ENCODE[form](rows, block))
+    data, scales = (np.ascontiguousarray(np.stack(part)) for part in zip(*parts, strict=True))
+    return QuantizedWeight(data, scales, form, (E, K, N), block, dtype=w.dtype.name)
