@@ -107,6 +107,18 @@ __device__ __forceinline__ float cvt_f32_from_fp16(unsigned short bits) {
     return r;
 }
 
+// Products and sums by themselves, which the compiler does not join, and which keep denormals under -ftz=true.
+__device__ __forceinline__ float product_rn(float a, float b) {
+    float r;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float sum_rn(float a, float b) {
+    float r;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
 // Two floats rounded to e4m3, nearest even, with `low` in the low byte. Magnitudes above 448 become 448, a NaN becomes 0x7f.
 // sm_89 and later have instructions for it.
 #if __CUDA_ARCH__ >= 890
@@ -135,7 +147,7 @@ __device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
 }
 __device__ __forceinline__ float cvt_f32_from_e4m3(unsigned bits) {
     const float magnitude =
-        (bits & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : __uint_as_float((bits & 0x7f) << 20) * 0x1p120f;
+        (bits & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : product_rn(__uint_as_float((bits & 0x7f) << 20), 0x1p120f);
     return bits & 0x80 ? -magnitude : magnitude;
 }
 __device__ __forceinline__ float2 cvt_f32x2_from_e4m3x2(unsigned short bits) {
@@ -182,3 +194,34 @@ __device__ __forceinline__ float binary_logarithm(float v) {
 __device__ __forceinline__ uint4 load_global_16(const void* p) { return *static_cast<const uint4*>(p); }
 
 __device__ __forceinline__ void store_global_16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+
+// Loads of what is read once, which leave the L1 cache to other data.
+__device__ __forceinline__ unsigned load_once_4(const void* p) {
+    unsigned v;
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 load_once_8(const void* p) {
+    uint2 v;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+
+// Four bytes of the eight in low and high, each chosen by a nibble of `chosen`. Where the nibble's first bit is set, each bit of
+// the byte becomes a copy of the first one. __byte_perm ignores that bit.
+__device__ __forceinline__ unsigned permute_bytes(unsigned low, unsigned high, unsigned chosen) {
+    unsigned r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(chosen));
+    return r;
+}
+
+// Two products in bf16. sm_80 has none, but the sum of a product and -0 is the product.
+__device__ __forceinline__ unsigned product_bf16x2(unsigned a, unsigned b) {
+    unsigned r;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
+    return r;
+}

@@ -182,3 +182,32 @@ __device__ __forceinline__ void store_global_16(void* p, uint4 v) {
     cuemu::check_global(p, 16, 16, "store_global_16");
     memcpy(p, &v, 16);
 }
+
+__device__ __forceinline__ unsigned load_once_4(const void* p) {
+    cuemu::check_global(p, 4, 4, "load_once_4");
+    unsigned v;
+    memcpy(&v, p, 4);
+    return v;
+}
+__device__ __forceinline__ uint2 load_once_8(const void* p) {
+    cuemu::check_global(p, 8, 8, "load_once_8");
+    uint2 v;
+    memcpy(&v, p, 8);
+    return v;
+}
+
+__device__ __forceinline__ unsigned permute_bytes(unsigned low, unsigned high, unsigned chosen) {
+    unsigned result = __byte_perm(low, high, chosen);
+    for (int i = 0; i < 4; ++i)
+        if (chosen >> 4 * i & 8) result = (result & ~(0xffu << 8 * i)) | (result >> (8 * i + 7) & 1 ? 0xffu << 8 * i : 0u);
+    return result;
+}
+
+__device__ __forceinline__ float product_rn(float a, float b) { return a * b; }
+__device__ __forceinline__ float sum_rn(float a, float b) { return a + b; }
+
+__device__ __forceinline__ unsigned product_bf16x2(unsigned a, unsigned b) {
+    const float low = __uint_as_float(a << 16) * __uint_as_float(b << 16);
+    const float high = __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u);
+    return cvt_bf16x2(low, high);
+}
