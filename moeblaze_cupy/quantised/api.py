@@ -1,14 +1,17 @@
 """Weights in four and eight bits: check arguments, choose NumPy or CUDA, hand back the caller's kind."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from moeblaze_cupy import checks
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.calls import Call, graph_break
+from moeblaze_cupy.cuda.runtime import Runtime, current_device
+from moeblaze_cupy.frameworks import DeviceFramework
 from moeblaze_cupy.quantised import checks as quantised_checks
+from moeblaze_cupy.quantised import decode
 from moeblaze_cupy.reference import quantised as reference
 from moeblaze_cupy.types import WEIGHT_FORMATS, QuantizedWeight
 
@@ -77,7 +80,16 @@ def dequantize(weight: QuantizedWeight) -> Any:
         raise checks.bad_type(name, "weight", "QuantizedWeight", type(weight))
     call = Call(name, **quantised_checks.parts_of(name, "weight", weight))
     quantised_checks.weight(name, "weight", weight, call.described)
-    return call.export(reference.dequantize(on_host(call, "weight", weight)))
+    if call.on_cpu:
+        return call.export(reference.dequantize(on_host(call, "weight", weight)))
+    E, K, N = weight.shape
+    launch = decode.step(weight, call.described["weight.scales"].dtype)
+    with current_device(call.device):
+        run = Runtime.current(cast(DeviceFramework, call.framework), call.device)  # CUDA arrays are CuPy's or torch's
+        out = run.empty((E, N, K), weight.dtype)
+        parts = [part.ptr for part in call.described.values()]
+        run.launch(launch, *parts, *(0,) * (len(decode.PARTS) - len(parts)), 0, out.ptr)
+    return call.export(out.array)
 
 
 def on_host(call: Call, argument: str, weight: QuantizedWeight) -> QuantizedWeight:

@@ -11,6 +11,7 @@ from moeblaze_cupy.reference.quantised import MXFP4_BLOCK, NESTED_BLOCK, NF4_BLO
 from moeblaze_cupy.types import WEIGHT_FORMATS, NestedScales, QuantizedWeight
 
 MULTIPLE = 8  # elements that a thread decodes at a time
+MOST_ELEMENTS = 2**31 - 1  # of an expert, which the kernel counts in 32 bits
 E8M0 = ("uint8", "float8_e8m0fnu")
 DTYPES = ("bfloat16", "float32")
 
@@ -63,6 +64,8 @@ def expected_parts(function: str, argument: str, given: QuantizedWeight) -> Expe
             raise checks.bad_value(function, f"{argument}.shape", f"(E, K, N) with {expected}", given.shape)
 
     multiple(K, "K", MULTIPLE)
+    if N * K > MOST_ELEMENTS:
+        raise checks.bad_value(function, f"{argument}.shape", f"K * N of at most {MOST_ELEMENTS}", given.shape)
     if given.format == "mxfp4":
         multiple(K, "K", MXFP4_BLOCK)
         blocks = E, N, K // MXFP4_BLOCK

@@ -24,7 +24,7 @@ from moeblaze_cupy.gemm import variants as gemm_variants
 from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.router.options import RouterOptions
 from moeblaze_cupy.tools import variants as all_variants
-from moeblaze_cupy.types import ACTIVATIONS
+from moeblaze_cupy.types import ACTIVATIONS, WEIGHT_FORMATS
 
 LIMITS = {
     "80": launch_config.DeviceLimits(80, 108, 166912, 167936),
@@ -61,6 +61,7 @@ REGISTER_CAPS = {
     "rank_experts.cu": 32,
     "pull.cu": 80,
     "push.cu": 64,
+    "decode.cu": 64,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's, none where a lane routes.
@@ -74,7 +75,7 @@ def spill_cap(variant) -> int:
     return UNALIGNED_SPILL_CAP if macros.get("ALIGNED") == "0" else ALIGNED_SPILL_CAP
 
 
-SM89_DIFFERS = ("quantize.cu", "saved_fp8.cu", "slots.cu")
+SM89_DIFFERS = ("quantize.cu", "saved_fp8.cu", "slots.cu", "decode.cu")
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
 
@@ -190,6 +191,7 @@ def static_shared_cap(variant, limits) -> int:
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 33 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
     arrays["square_tiles.cu"] = 4 * (launch_config.TILES_THREADS + launch_config.TILES_THREADS // 32)
+    arrays["decode.cu"] = 4 * 16 * 32  # a table for each bank
     arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
@@ -258,7 +260,9 @@ def variants_of(arch: str) -> list:
     variants = functools.partial(all_variants.variants, limits=LIMITS[arch])
     every = []
     if arch in ("80", "90a"):
-        every += variants((*bf16, *fp32), orders, swiglu, (True,)) + variants(fp16, row, swiglu, (True,))
+        every += variants((*bf16, *fp32), orders, swiglu, (True,), formats=WEIGHT_FORMATS) + variants(
+            fp16, row, swiglu, (True,)
+        )
         every += variants(bf16, transposed, swiglu, (False,))
         if arch == "80":
             every += variants(fp32, orders, swiglu, (False,)) + variants(fp16, row, swiglu, (False,))
@@ -290,7 +294,9 @@ def variants_of(arch: str) -> list:
         kept += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, fp8_saved=True)
         every += [v for v in kept if ("FP8_SAVED", "1") in v.macros and beside.isdisjoint(v.macros)]
     else:
-        every += variants(bf16, row, swiglu, (True,)) + variants(fp32, transposed, ("gelu",), (False,))
+        every += variants(bf16, row, swiglu, (True,), formats=WEIGHT_FORMATS) + variants(
+            fp32, transposed, ("gelu",), (False,)
+        )
     if arch == "89":
         every = [v for v in every if v.source in SM89_DIFFERS]
     return [v for v in dict.fromkeys(every) if not ({("ALIGNED", "0"), ("WEIGHT", "bf16")} <= set(v.macros))]
@@ -305,7 +311,8 @@ def test_every_variant_compiles_within_its_caps(arch):
 
 def one_of_each_source() -> list:
     """A variant per kernel source, for sm_90a."""
-    every = all_variants.variants(aligned=(True, False), biases=(None, "weights")) + router_variants()
+    every = all_variants.variants(aligned=(True, False), biases=(None, "weights"), formats=WEIGHT_FORMATS)
+    every += router_variants()
     return [next(v for v in every if v.source == source) for source in loader.sources()]
 
 
@@ -384,6 +391,7 @@ WRONG = [
     ("wgrad_parts.cu", "GROUPS_PER_BLOCK", 2048),
     ("quantize.cu", "TILE", 64),
     ("quantize.cu", "THREADS", 512),
+    ("decode.cu", "THREADS", 2048),
     ("saved_fp8.cu", "WARPS", 64),
     ("saved_fp8.cu", "GROUP_COLUMNS", 120),
     ("selection.cu", "SELECT_THREADS", 512),

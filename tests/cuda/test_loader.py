@@ -22,7 +22,14 @@ from moeblaze_cupy.cuda.loader import Variant
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm.variants import gemm_variant
 from moeblaze_cupy.tools import variants as all_variants
-from moeblaze_cupy.types import ACTIVATIONS, FORMS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, LayerOptions
+from moeblaze_cupy.types import (
+    ACTIVATIONS,
+    FORMS,
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    WEIGHT_FORMATS,
+    LayerOptions,
+)
 from tests.cases import ORDERS
 from tests.cuda.test_compile import router_variants
 from tests.fakes import Layer, launches, use
@@ -146,6 +153,7 @@ def every_variant():
         weights_on=("output", "input"),
         fp8=True,
         fp8_saved=True,
+        formats=WEIGHT_FORMATS,
     )
     options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True, "tier": "sm90"}
     found += [gemm_variant("down_fwd", **options, to_tokens=True, pushes=True)]
