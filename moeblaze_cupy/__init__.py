@@ -6,6 +6,7 @@ from moeblaze_cupy.fp8.api import quantize_weights
 from moeblaze_cupy.layer.api import build_dispatch, moe_forward
 from moeblaze_cupy.layer.backward_api import moe_backward, moe_backward_data, moe_backward_weights
 from moeblaze_cupy.quantised.api import dequantize, quantize_experts
+from moeblaze_cupy.quantised.scratch import release_scratch
 from moeblaze_cupy.router.api import route, route_backward
 from moeblaze_cupy.rows.api import sum_rows
 from moeblaze_cupy.selection.api import (
@@ -51,6 +52,7 @@ __all__ = [
     "quantile_histogram",
     "quantize_experts",
     "quantize_weights",
+    "release_scratch",
     "round_tokens",
     "route",
     "route_backward",

@@ -7,7 +7,9 @@ to all these kinds, so the fields are annotated as Any.
 """
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -515,6 +517,7 @@ class SavedForBackward:
     consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
     fp8_weights: Fp8Weights | None = None  #: what precision="fp8" multiplies with
     x_scales: Any = None  #: (L,) float32 where x is in e4m3, as of `Fp8Rows`; else None
+    decoded_by: int = 0  #: the number of this forward where it has decoded `QuantizedWeight`; else 0
 
     @property
     def x(self) -> Any:
@@ -528,12 +531,12 @@ class SavedForBackward:
 
     @property
     def w1(self) -> Any:
-        """(E, d, 2h) or (E, d, h), or a pair of (E, d, h)."""
+        """(E, d, 2h) or (E, d, h), or a pair of (E, d, h); or `QuantizedWeight`."""
         return self.arrays.w1
 
     @property
     def w2(self) -> Any:
-        """(E, h, d)."""
+        """(E, h, d), or `QuantizedWeight`."""
         return self.arrays.w2
 
     @property
@@ -560,9 +563,12 @@ class SavedForBackward:
     @property
     def gradients(self) -> tuple[str, ...]:
         """The names of what this layer has gradients of; "weights" among them always."""
+        gradients, frozen = GRADIENTS, [isinstance(w, QuantizedWeight) for w in (self.arrays.w1_gate, self.arrays.w2)]
+        if any(frozen):
+            gradients = (*GRADIENTS[:2], *itertools.compress(GRADIENTS[2:], map(operator.not_, frozen)))
         if self.arrays.b1_gate is None and self.arrays.b2 is None:
-            return GRADIENTS
-        return (*GRADIENTS, *(name for name in BIASES if getattr(self, name) is not None))
+            return gradients
+        return (*gradients, *(name for name in BIASES if getattr(self, name) is not None))
 
     @property
     def nbytes(self) -> int:

@@ -246,6 +246,11 @@ def clear(pointer: int, nbytes: int, stream: int) -> None:
     import_cupy().cuda.runtime.memsetAsync(pointer, 0, nbytes, stream)
 
 
+def is_capturing(stream: int) -> bool:
+    """Whether a graph is being captured from this stream of the current device."""
+    return bool(import_cupy().cuda.runtime.streamIsCapturing(stream))
+
+
 def precompile(variant: Variant) -> float:
     """Compiles one variant for the current device, or takes it from the disk cache; returns the seconds it took."""
     start = time.perf_counter()

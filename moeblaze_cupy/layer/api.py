@@ -16,6 +16,7 @@ from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.frameworks import Buffer, DeviceFramework, Export
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
+from moeblaze_cupy.quantised import scratch
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
     Activation,
@@ -24,6 +25,7 @@ from moeblaze_cupy.types import (
     Fp8Weights,
     LayerArrays,
     LayerOptions,
+    QuantizedWeight,
     SavedForBackward,
     gate_and_up,
     layer_arrays,
@@ -37,6 +39,7 @@ class LayerExtras(NamedTuple):
     wait: Callable[[], None] | None = None  #: has the stream wait for rows of x, which travel beside dispatch
     fp8_weights: Fp8Weights | None = None
     x_scales: Any = None  #: of x, where it is the values of `Fp8Rows`
+    decode: Callable[[Runtime, int], None] | None = None  #: as of `experts.moe_forward`, where that fills w1 or w2
 
     @property
     def destination(self) -> Destination | None:
@@ -149,7 +152,8 @@ def moe_forward(
     w1: (E, d, 2h), gate columns then up columns, or a pair (gate, up) of (E, d, h), for the gated activations swiglu,
     geglu (exact gelu), reglu, geglu_tanh, swiglu_clamp, swiglu_oai, swiglu_clamp_after and swiglu_softcap; (E, d, h)
     for silu, gelu (exact), relu, gelu_tanh and relu2. w2: (E, h, d). Both in x's dtype, read in place, row-major or as
-    the transposed view of (E, 2h, d) / (E, d, h) storage.
+    the transposed view of (E, 2h, d) / (E, d, h) storage. Either may be `QuantizedWeight`, frozen: it is decoded here,
+    and again in backward, for the experts that have tokens, to memory that all layers of a stream share.
     activation: a name, or an `Activation` with constants of its own.
     b1, b2: biases of both products, added in float32, or None: b1 (E, 2h), or a pair of (E, h), or (E, h) without a
     gate; b2 (E, d). In x's dtype or float32, the last dimension contiguous. Empty slots get none.
@@ -200,6 +204,8 @@ def forward(
 
     extras: None for a plain call. function: what the caller's user called, the head of messages.
     """
+    if frozen := scratch.packed(layer):
+        return _forward_of_frozen(frozen, layer, options, extras or LayerExtras(), function)
     key_options: Any = options
     given: Sequence[Any] = layer
     fp8_arrays: tuple[Any, ...] = ()
@@ -223,6 +229,23 @@ def forward(
         return _launched_forward(look, record, extras)
 
 
+def _forward_of_frozen(
+    frozen: dict[str, QuantizedWeight], layer: LayerArrays, options: LayerOptions, extras: LayerExtras, function: str
+) -> tuple[Any, SavedForBackward | None]:
+    """`forward` of a layer with these weights in four or eight bits: it reads arrays that they are decoded to."""
+    if options.precision is not None:
+        raise checks.bad_value(function, "precision", "None with QuantizedWeight", repr(options.precision))
+    if layer.w1_up is not None:
+        raise checks.bad_type(function, "w1", "arrays in a pair, or one QuantizedWeight of both", "a pair with one")
+    decoded = scratch.decoded(function, frozen)
+    out, saved = forward(decoded.layer(layer), options, extras._replace(decode=decoded.decode), function)
+    if saved is None:
+        return out, None
+    decoded.keep()
+    kept = saved.arrays._replace(w1_gate=frozen.get("w1", saved.arrays.w1_gate), w2=frozen.get("w2", saved.arrays.w2))
+    return out, dataclasses.replace(saved, arrays=kept, decoded_by=decoded.number)
+
+
 def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) -> tuple[Any, SavedForBackward | None]:
     """look: of `LayerArrays`; with extras then of the arrays of `Fp8Weights`, if there are any, and x's scales."""
     plan: experts.Forward = record.plan
@@ -239,6 +262,7 @@ def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) 
                 imported = dict(zip(fp8_checks.FIELDS, given[_LAYER:-1], strict=True))
                 fp8_weights = Fp8Weights(**imported, gate_up=fp8_weights.gate_up)
         of_pass = pass_extras(record.framework, extras.into, extras.wait, weights_fp8, pointers[-1])
+        of_pass = of_pass._replace(decode=extras.decode)
     if plan.quantize:
         made, weights_fp8 = plan.quantize.make(run, (pointers[3], pointers[4]), pointers[5])
         fp8_weights, of_pass = Fp8Weights(**made), of_pass._replace(weights_fp8=weights_fp8)
@@ -312,7 +336,7 @@ def _checked_forward(
 
 def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
     """The array and None, or the pair (gate, up)."""
-    if not isinstance(weight, (tuple, list)):
+    if not isinstance(weight, (tuple, list)) or isinstance(weight, QuantizedWeight):
         return weight, None
     for part, array in named_pair(function, name, weight).items():
         if array is None:

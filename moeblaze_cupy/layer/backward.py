@@ -323,8 +323,10 @@ def moe_backward(
     accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
     to be overwritten. extras: `wait` is for a layer without biases.
     """
-    grad_x, wait, weights_fp8, x_scales, grad_scales, to = extras
+    grad_x, wait, weights_fp8, x_scales, grad_scales, to, decode = extras
     layer, needs, index = arrays.layer, steps.how.needs, steps.index.addresses(arrays.lists)
+    if decode is not None:
+        decode(run, index[EXPERT_TOKEN_OFFSETS])
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.index, index)
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in needs else None

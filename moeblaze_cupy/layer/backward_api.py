@@ -20,6 +20,7 @@ from moeblaze_cupy.layer import backward, weight_gradients
 from moeblaze_cupy.layer.api import map_saved, pass_extras, values_and_scales
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.layer.weight_gradients import Totals
+from moeblaze_cupy.quantised import scratch
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
     GRADIENTS,
@@ -30,6 +31,7 @@ from moeblaze_cupy.types import (
     Gradients,
     LayerArrays,
     PendingWeights,
+    QuantizedWeight,
     SavedForBackward,
     is_consumed,
     one_or_pair,
@@ -319,6 +321,7 @@ class BackwardExtras(NamedTuple):
     into: Any = None  #: what the gradient of x is to be on CUDA, as `LayerExtras.into`
     wait: Callable[[], None] | None = None  #: has the stream wait for rows of grad_out that are on their way
     defers_weights: bool = False  #: the gradients of w1 and w2 are left to `moe_backward_weights`
+    decode: Callable[[Runtime, int], None] | None = None  #: as of `LayerExtras`
 
     @property
     def destination(self) -> Destination | None:
@@ -343,9 +346,11 @@ def run_backward(
     grad_out: may be `Fp8Rows` of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of
     weights are then deferred, or not needed.
     """
-    grad_out, grad_scales = values_and_scales(grad_out)
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
+    if frozen := scratch.packed(saved.arrays):
+        return _backward_of_frozen(function, frozen, grad_out, saved, needs, keep_saved, accumulate, extras)
+    grad_out, grad_scales = values_and_scales(grad_out)
     needs = checks.gradient_names(function, needs, saved.gradients)
     how = BackwardOptions(needs, bool(keep_saved), extras.defers_weights)
     index, to, in_e4m3 = saved.index, extras.destination, (saved.x_scales is not None, grad_scales is not None)
@@ -400,6 +405,33 @@ def run_backward(
     first_layer_grad = saved.first_layer if result.first_layer_grad is None else result.first_layer_grad
     weighted = saved.y_swi if result.weighted_y_swi is None else result.weighted_y_swi
     return grads, PendingWeights(grad_out, saved, first_layer_grad, weighted, grad_scales=grad_scales)
+
+
+def _backward_of_frozen(
+    function: str,
+    frozen: dict[str, QuantizedWeight],
+    grad_out: Any,
+    saved: SavedForBackward,
+    needs: tuple[str, ...] | None,
+    keep_saved: bool,
+    accumulate: Mapping[str, Any] | None,
+    extras: BackwardExtras,
+) -> tuple[Gradients, PendingWeights | None]:
+    """`run_backward` of a layer with these weights in four or eight bits, which have no gradients."""
+    asked = [name for name in frozen if isinstance(needs, (tuple, list, set, frozenset)) and name in needs]
+    if asked:
+        expected = f"no gradient of {' and '.join(asked)}, frozen in four or eight bits"
+        raise checks.bad_value(function, "needs", expected, needs)
+    needs = checks.gradient_names(function, needs, saved.gradients)
+    decoded = scratch.decoded(function, frozen, "saved.", saved.decoded_by)
+    read = dataclasses.replace(saved, arrays=decoded.layer(saved.arrays))
+    try:
+        of_read = function, grad_out, read, needs, keep_saved, accumulate
+        result = run_backward(*of_read, extras._replace(decode=decoded.decode))
+    finally:
+        saved.consumed = read.consumed
+    decoded.keep()
+    return result
 
 
 def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, in_e4m3: bool) -> None:
@@ -467,7 +499,8 @@ def _pass_extras(
         described = _in_e4m3(function, framework, saved.fp8_weights)
         weights_fp8 = fp8.Addresses(*(array.ptr for array in described.values()))
     scales = (0 if array is None else framework.describe(array).ptr for array in (saved.x_scales, grad_scales))
-    return pass_extras(framework, extras.into, extras.wait, weights_fp8, *scales)
+    of_pass = pass_extras(framework, extras.into, extras.wait, weights_fp8, *scales)
+    return of_pass._replace(decode=extras.decode)
 
 
 def _by_name(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:

@@ -212,6 +212,7 @@ class PassExtras(NamedTuple):
     x_scales: int = 0  #: of the rows of x, if these are in e4m3
     grad_scales: int = 0  #: of the rows of grad_out, likewise
     to: push.Addresses = push.NOWHERE  #: where the result goes, in place of an array
+    decode: Callable[[Runtime, int], None] | None = None  #: fills w1 or w2, of experts with tokens by the offsets given
 
 
 PLAIN_PASS = PassExtras()
@@ -219,8 +220,10 @@ PLAIN_PASS = PassExtras()
 
 def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassExtras = PLAIN_PASS) -> ForwardResult:
     """Paper section 3.1, from the addresses of the layer's arrays."""
-    out, wait, weights_fp8, x_scales, _, to = extras
+    out, wait, weights_fp8, x_scales, _, to, decode = extras
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets)
+    if decode is not None:
+        decode(run, index[EXPERT_TOKEN_OFFSETS])
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
     if wait is not None:
         wait()

@@ -116,7 +116,7 @@ class Function:
 
     def launch(self, grid, block, shared_mem, stream, arguments):
         device = self.module.device
-        assert stream == STREAM
+        assert stream == device.stream
         assert shared_mem <= min(self.max_dynamic_shared_size_bytes, device.limits.shared_bytes_per_block)
         (address,) = (ctypes.c_uint64 * 1).from_address(arguments)
         (packed,) = np.frombuffer(ctypes.string_at(address, self.params.size), self.params.dtype)
@@ -129,6 +129,7 @@ class Device:
     def __init__(self, limits: DeviceLimits, seed: int = 0, clusters_at_once: int = 1):
         """A `seed` other than 0 shuffles the order of blocks and threads; as of `Emulated.launch`."""
         self.limits, self.seed, self.clusters_at_once = limits, seed, clusters_at_once
+        self.stream, self.capturing = STREAM, False
         self.allocations: list[Allocation] = []
         self.queue: list = []
         self.launched: list[str] = []
@@ -192,7 +193,7 @@ class Device:
         cupy.RawModule = lambda code, options: Module(self, code, options)
         cupy.cuda = SimpleNamespace(
             Device=lambda number: nullcontext(),
-            get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
+            get_current_stream=lambda: SimpleNamespace(ptr=self.stream),
             driver=SimpleNamespace(launchKernel=self.launch),
             runtime=SimpleNamespace(
                 getDevice=lambda: 0,
@@ -200,6 +201,7 @@ class Device:
                 memGetInfo=lambda: None,
                 getDeviceCount=lambda: 1,
                 driverGetVersion=lambda: 0,  # whose launches do not overlap
+                streamIsCapturing=lambda stream: self.capturing,
                 deviceGetAttribute=lambda number, device: attributes[number],
                 memsetAsync=lambda pointer, value, nbytes, stream: ctypes.memset(pointer, value, nbytes),  # new memory
             ),
