@@ -19,14 +19,26 @@ from moeblaze_cupy.interop.torch import autograd as torch_autograd
 from moeblaze_cupy.interop.torch import fp8 as torch_fp8
 from moeblaze_cupy.interop.torch import operators as torch_ops
 from moeblaze_cupy.interop.torch import private
+from moeblaze_cupy.interop.torch import quantised as torch_quantised
 from moeblaze_cupy.interop.torch import router as torch_router
 from moeblaze_cupy.interop.torch import router_operators as torch_router_ops
 from moeblaze_cupy.interop.torch import sums as torch_sums
 from moeblaze_cupy.interop.torch.operators import Options, Sums
 from moeblaze_cupy.layer.api import LayerExtras, forward
+from moeblaze_cupy.quantised import api as quantised
 from moeblaze_cupy.router import options as router_options
 from moeblaze_cupy.router.options import RouterOptions
-from moeblaze_cupy.types import SAVE_POLICIES, Activation, Fp8Weights, LayerArrays, LayerOptions, RouterSums, is_gated
+from moeblaze_cupy.types import (
+    SAVE_POLICIES,
+    WEIGHT_FORMATS,
+    Activation,
+    Fp8Weights,
+    LayerArrays,
+    LayerOptions,
+    QuantizedWeight,
+    RouterSums,
+    is_gated,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of MoE's parameters
 
@@ -35,8 +47,8 @@ def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor | None,
-    w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    w2: torch.Tensor,
+    w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | QuantizedWeight,
+    w2: torch.Tensor | QuantizedWeight,
     *,
     activation: str | Activation = "swiglu",
     save: str | None = "minimal",
@@ -87,6 +99,9 @@ def moe(
     is_grads_batched, torch.jit.trace, and torch.export with gradients are refused.
     Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
     in float32; of another dtype than that and autocast's they come to it.
+    w1, w2: either may be `QuantizedWeight` of tensors that require no gradient. Its parts are saved for backward, which
+    decodes them again. torch.compile calls such a layer between its graphs; tensor subclasses and transforms of
+    torch.func are refused.
     precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
     None, an operator of its own quantises the weights in a compiled graph.
     keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
@@ -114,6 +129,8 @@ class _Call(NamedTuple):
 
 
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
+    if isinstance(layer.w1_gate, QuantizedWeight) or isinstance(layer.w2, QuantizedWeight):
+        return _moe_of_frozen(layer, options, call)
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
@@ -153,6 +170,38 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
     of_fp8_call = fp8_weights, call.keep_fp8_weights
     told = torch_autograd.EagerCall(call.keep_saved, main_grads, options, *of_fp8_call, owners, call.shape)
     out = torch_autograd.EagerMoE.apply(told, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
+def _moe_of_frozen(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
+    """`_moe` with w1 or w2 in four or eight bits. Compiled code calls it between its graphs."""
+    found = torch_quantised.apart(layer)
+    assert found is not None
+    frozen, plain, parts = found
+    x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = plain
+    for name, tensor in (("x", x), ("ids", ids), *((n, t) for n, t in (("w1", gate), ("w2", w2)) if t is not None)):
+        torch_arguments.check_tensor(name, tensor)
+    torch_quantised.check_eager((*plain, *parts))
+    checks.untransformed("moe", "x", plain)
+    if call.accumulate:
+        expected = "False with QuantizedWeight, which has no gradient"
+        raise checks.bad_value("moe", "accumulate_into_main_grad", expected, repr(call.accumulate))
+    if private.any_autocast() and torch_arguments.in_autocast(x):
+        (x, gate, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
+            x.device.type, (x, gate, w2), (weights, b1_gate, b1_up, b2)
+        )
+    plain = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
+    checks.one_of("moe", "save", options.save, SAVE_POLICIES)
+    out: torch.Tensor
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in plain)):
+        options = LayerOptions(options.activation, None, *options[2:])
+        out = forward(frozen.joined(plain, parts), options, function="moe")[0]
+        return torch_autograd.in_shape(out, call.shape)
+    if options.save is None:
+        raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
+    told = torch_autograd.EagerCall(call.keep_saved, {}, options, shape=call.shape, frozen=frozen)
+    out = torch_autograd.EagerMoE.apply(told, *plain, *parts)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 
@@ -312,10 +361,16 @@ class MoE(torch.nn.Module):
     they are held by `quantize_weights`. Of parameters that FSDP2 has gathered no e4m3 weights are kept for backward,
     which quantises again. Where `CopyEngines.attach` has these parameters travel in e4m3, both use what came, and
     torch.compile calls the experts between its graphs.
+    expert_format: None, or a format of `moeblaze_cupy.quantize_experts`: the experts are frozen, in four or eight bits.
+    In place of w1_storage and w2_storage, which are None, there are parameters w1_data, w1_scales, w2_data and
+    w2_scales: bytes (uint8) with E first, that require no gradient and that no cast of the module's floats changes.
+    They are zeros, for a state that is loaded; `quantize_experts` makes them of a module's own weights.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
     bias: torch.Tensor | None
+    w1_storage: torch.nn.Parameter | None
+    w2_storage: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -343,6 +398,7 @@ class MoE(torch.nn.Module):
         weights_on: str = "output",
         identity_experts: int = 0,
         precision: str | None = None,
+        expert_format: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -391,18 +447,26 @@ class MoE(torch.nn.Module):
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
+        checks.one_of("MoE", "expert_format", expert_format, (None, *WEIGHT_FORMATS))
+        if expert_format is not None and precision is not None:
+            raise checks.bad_value("MoE", "precision", "None with expert_format", repr(precision))
+        self.expert_format, self._d_hidden = expert_format, d_hidden
         self.router = parameter(routed, d_model)
-        self.w1_storage = parameter(num_experts, width, d_model)
-        self.w2_storage = parameter(num_experts, d_model, d_hidden)
+        if expert_format is None:
+            self.w1_storage = parameter(num_experts, width, d_model)
+            self.w2_storage = parameter(num_experts, d_model, d_hidden)
+        else:
+            self._hold_packed(*(torch_quantised.empty_bytes(form, device) for form in self._forms()))
         self.b1 = parameter(num_experts, width) if expert_bias else None
         self.b2 = parameter(num_experts, d_model) if expert_bias else None
         self.register_buffer("bias", torch.zeros(routed, device=device, dtype=torch.float32) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1 / sqrt(fan in); biases are 0."""
+        """Normal with standard deviation 1 / sqrt(fan in); biases are 0. Experts in four or eight bits stay."""
         for parameter in (self.router, self.w1_storage, self.w2_storage):
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            if parameter is not None:
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         for bias in (self.b1, self.b2, self.bias):
             if bias is not None:
                 torch.nn.init.zeros_(bias)
@@ -437,8 +501,11 @@ class MoE(torch.nn.Module):
             self._fp8.release()
             return None
         parameters = self.w1_storage, self.w2_storage
+        if parameters[0] is None or parameters[1] is None:
+            expected = "experts in floats"
+            raise RuntimeError(f"MoE: quantize_weights: expected {expected}, got expert_format={self.expert_format!r}")
         torch_fp8.refuse_parts("MoE: quantize_weights", self._sharded)
-        w1, w2 = (parameter.transpose(1, 2) for parameter in parameters)
+        w1, w2 = parameters[0].transpose(1, 2), parameters[1].transpose(1, 2)
         made: Fp8Weights | None = self._fp8.hold(self, parameters, w1, w2, self.gate_up)
         return made
 
@@ -451,6 +518,43 @@ class MoE(torch.nn.Module):
     def gather_in_e4m3(self, experts: Any) -> None:
         """Has forwards use what all-gathers bring in e4m3. experts: a `fsdp.e4m3.Experts`, or None to end it."""
         self._fp8.gathered = experts
+
+    def quantize_experts(self, format: str) -> None:
+        """Freezes the experts in a format of `moeblaze_cupy.quantize_experts`, in the place of their parameters.
+
+        The module is then one of expert_format=format. Its parameters are on the CPU, in bf16 or fp32.
+        Raises TypeError, ValueError or RuntimeError as that function does, and where the experts are frozen already.
+        """
+        w1, w2 = self.w1_storage, self.w2_storage
+        if w1 is None or w2 is None:
+            expected = "experts in floats"
+            raise RuntimeError(f"MoE: quantize_experts: expected {expected}, got expert_format={self.expert_format!r}")
+        torch_fp8.refuse_parts("MoE: quantize_experts", self._sharded)
+        if self.precision is not None:
+            raise checks.bad_value("MoE: quantize_experts", "precision", "None", repr(self.precision))
+        made = quantised.quantize_experts(w1.transpose(1, 2), w2.transpose(1, 2), format)
+        self.expert_format = format
+        self._hold_packed(*map(torch_quantised.as_bytes, made))
+
+    def _hold_packed(self, w1: Mapping[str, torch.Tensor], w2: Mapping[str, torch.Tensor]) -> None:
+        for name in ("w1_storage", "w2_storage"):
+            self.register_parameter(name, None)
+        for name, parts in (("w1", w1), ("w2", w2)):
+            for part, tensor in parts.items():
+                self.register_parameter(f"{name}_{part}", torch.nn.Parameter(tensor, requires_grad=False))
+
+    def _forms(self) -> tuple[QuantizedWeight, QuantizedWeight]:
+        assert self.expert_format is not None
+        (routed, d), h = self.router.shape, self._d_hidden
+        E = routed - self.identity_experts
+        shapes = (E, d, h * (2 if is_gated(self.activation) else 1)), (E, h, d)
+        return quantised.forms("MoE", self.expert_format, *shapes, "bfloat16")
+
+    def _frozen_weights(self, dtype: torch.dtype) -> tuple[QuantizedWeight, QuantizedWeight]:
+        """dtype: of the tokens, and so of the decoded weights."""
+        up, down = self._forms()
+        w1 = torch_quantised.from_bytes(up, self.w1_data, self.w1_scales, dtype)
+        return w1, torch_quantised.from_bytes(down, self.w2_data, self.w2_scales, dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -484,9 +588,12 @@ class MoE(torch.nn.Module):
             raise checks.bad_type("MoE", "x", torch_arguments.DENSE, "a nested one")
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
-        dtype, experts = w1.dtype, w1.shape[0] + self.identity_experts
+        dtype = router.dtype if w1 is None else w1.dtype
+        name, of_experts = ("w1_data", self.w1_data) if w1 is None else ("w1_storage", w1)
+        experts = of_experts.shape[0] + self.identity_experts
         if routed != experts:
-            expected = f"shape (E + identity_experts, d) = ({experts}, {d}), as w1_storage has {w1.shape[0]} experts"
+            own = f"as {name} has {of_experts.shape[0]} experts"
+            expected = f"shape (E + identity_experts, d) = ({experts}, {d}), {own}"
             raise checks.bad_value("MoE", "router", expected, tuple(router.shape))
         if x.dtype != dtype and not torch_arguments.in_autocast(x):
             if dtype not in DTYPES:
@@ -528,12 +635,21 @@ class MoE(torch.nn.Module):
         self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shape: tuple[int, ...] | None
     ) -> torch.Tensor:
         gathered, parameters = self._fp8.gathered, (self.w1_storage, self.w2_storage)
-        if gathered is not None and gathered.have(*parameters):
-            w1, w2, fp8_weights = gathered.weights(*parameters)
+        w1: Any
+        w2: Any
+        fp8_weights = None
+        accumulate: bool | dict[str, Any] = False
+        if parameters[0] is None or parameters[1] is None:
+            autocast = torch_arguments.in_autocast(tokens)
+            w1, w2 = self._frozen_weights(torch.get_autocast_dtype(tokens.device.type) if autocast else tokens.dtype)
         else:
-            w1, w2 = (parameter.transpose(1, 2) for parameter in parameters)
-            fp8_weights = self._fp8.of(*parameters)
-        accumulate = dict(zip(("w1", "w2"), parameters, strict=True)) if self.accumulate_into_main_grad else False
+            if gathered is not None and gathered.have(*parameters):
+                w1, w2, fp8_weights = gathered.weights(*parameters)
+            else:
+                w1, w2 = parameters[0].transpose(1, 2), parameters[1].transpose(1, 2)
+                fp8_weights = self._fp8.of(*parameters)
+            if self.accumulate_into_main_grad:
+                accumulate = dict(zip(("w1", "w2"), parameters, strict=True))
         layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)
         of_slots = self.weights_on, False, self.identity_experts, None
         options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, self.precision)
@@ -543,10 +659,12 @@ class MoE(torch.nn.Module):
     _gathered_experts = torch.compiler.disable(_experts)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def extra_repr(self) -> str:
-        E, d, h = self.w2_storage.shape
+        (routed, d), h = self.router.shape, self._d_hidden
+        E = routed - self.identity_experts
         options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
         unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
         unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0, "precision": None}
+        unusual |= {"expert_format": None}
         named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
         shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]

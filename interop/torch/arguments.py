@@ -14,7 +14,7 @@ DENSE = "a dense tensor, as values() of a nested one is"
 
 def gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
     """w1 or b1 as (gate, up): a tensor alone is the gate, and up is None then."""
-    if not isinstance(weight, (tuple, list)):
+    if not isinstance(weight, (tuple, list)) or isinstance(weight, structures.QuantizedWeight):
         return weight, None
     for part, tensor in named_pair("moe", name, weight).items():
         check_tensor(part, tensor)

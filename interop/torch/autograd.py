@@ -115,13 +115,14 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 def needs_operators(tensors: Sequence[Any]) -> bool:
     """Whether a call with these tensors must be one of operators, for what follows it or needs its shapes alone."""
-    return (
-        torch.compiler.is_compiling()
-        or getattr(tensors[0], "is_meta", False)
-        or private.number_of_dispatch_modes() > 0
-        or private.has_transforms()
-        or not _PLAIN.issuperset(map(type, tensors))
-    )
+    return torch.compiler.is_compiling() or private.number_of_dispatch_modes() > 0 or not is_plain(tensors)
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether these are tensors with memory of their own, or None, that no transform of torch.func follows."""
+    if getattr(tensors[0], "is_meta", False) or private.has_transforms():
+        return False
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 def transformed() -> bool:
@@ -390,16 +391,21 @@ class EagerCall(NamedTuple):
     keep_fp8_weights: bool = True  #: where none are given
     owners: "torch_sums.Owners | None" = None  #: of w1 and w2, where their gradients are summed over ranks
     shape: tuple[int, ...] | None = None  #: of out, if that is another one than (L, d)
+    frozen: Any = None  #: a `quantised.Frozen`, whose tensors follow those of the layer
 
 
 class EagerMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EagerCall, *tensors: Tensor | None) -> Tensor:
-        """tensors: of Layer, in order; the last four may be missing."""
-        ctx.keep_saved, ctx.main_grads, options, fp8_weights, keep_fp8_weights, ctx.owners, shape = call
+        """tensors: of Layer, in order; the last four may be missing. With `call.frozen` all are there, and its own."""
+        ctx.keep_saved, ctx.main_grads, options, fp8_weights, keep_fp8_weights, ctx.owners, shape, ctx.frozen = call
         out: Tensor
         extras = None if fp8_weights is None else layer.LayerExtras(fp8_weights=fp8_weights)
-        out, saved = layer.forward(LayerArrays(*tensors), options, extras, "moe")
+        number = len(LayerArrays._fields)
+        arrays, parts = LayerArrays(*tensors[:number]), tensors[number:]
+        if ctx.frozen is not None:
+            arrays = ctx.frozen.joined(arrays, parts)
+        out, saved = layer.forward(arrays, options, extras, "moe")
         assert saved is not None
         (lists, _), index = saved.index.split()  # without ids, which no backward reads: they may change meanwhile
         kept = saved.fp8_weights if keep_fp8_weights else fp8_weights
@@ -409,10 +415,10 @@ class EagerMoE(torch.autograd.Function):
             kept, weights = None, (None,) * 3
         of_fp8 = fp8_checks.arrays_of("moe", options.precision, kept)
         read = tensors[0], tensors[2], *weights, *tensors[6:9]
-        ctx.save_for_backward(*of_fp8, *read, saved.first_layer, saved.y_swi, lists)
-        ctx.has_fp8_weights = kept is not None
+        ctx.save_for_backward(*of_fp8, *parts, *read, saved.first_layer, saved.y_swi, lists)
+        ctx.has_fp8_weights, ctx.parts = kept is not None, len(parts)
         ctx.shape = shape
-        ctx.kept, ctx.consumed = (index, saved.options), False
+        ctx.kept, ctx.consumed = (index, saved.options, saved.decoded_by), False
         ctx.set_materialize_grads(False)
         return in_shape(out, shape)
 
@@ -427,15 +433,16 @@ class EagerMoE(torch.autograd.Function):
         if grad_out.layout != torch.strided:
             raise checks.bad_type("moe", "gradient", "a dense tensor, as to_dense() makes", grad_out.layout)
         unpacked, fp8_weights = ctx.saved_tensors, None
-        index, options = ctx.kept
+        index, options, decoded_by = ctx.kept
         if ctx.has_fp8_weights:
             fields = fp8_checks.FIELDS
             fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=options.gate_up)
             unpacked = unpacked[len(fields) :]
+        parts, unpacked = unpacked[: ctx.parts], unpacked[ctx.parts :]
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists = unpacked
         if ctx.in_backward is not None:
             gate, w2, fp8_weights = ctx.in_backward(options.save)
-        torch_sums.expect_gathered(gate, up, w2)
+        torch_sums.expect_gathered(gate, up, w2, *parts)
         if ctx.shape is not None:
             grad_out = grad_out.reshape(x.shape)
         record_inputs(ctx, x, weights, gate, up, w2, *biases)
@@ -443,8 +450,10 @@ class EagerMoE(torch.autograd.Function):
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=options.gate_up)
         needed_biases = (needed[6] or needed[7], needed[8]) if biases else ()
         arrays = LayerArrays(x, None, weights, gate, up, w2, *biases)
+        if ctx.frozen is not None:
+            arrays = ctx.frozen.joined(arrays, parts)
         made = index.joined((lists, None)), first_layer, y_swi, ctx.consumed, fp8_weights
-        saved = SavedForBackward(arrays, options, *made)
+        saved = SavedForBackward(arrays, options, *made, decoded_by=decoded_by)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
         summed = () if ctx.owners is None else ctx.owners.ready(needs)
@@ -466,7 +475,9 @@ class EagerMoE(torch.autograd.Function):
             of_weights = _announced(ctx.main_grads, (gate, up, w2), of_weights)
         # Autograd drops those that nobody asked for.
         of_layer = None, grads.x, None, grads.weights, *of_weights
-        return (*of_layer, *gate_and_up(grads.b1), grads.b2, None) if biases else of_layer
+        if not biases:
+            return of_layer
+        return (*of_layer, *gate_and_up(grads.b1), grads.b2, None, *(None for _ in parts))
 
 
 def _buffers(main_grads: Mapping[str, MainGrad], needs: tuple[str, ...]) -> dict[str, Any]:

@@ -51,20 +51,33 @@ def quantize_experts(w1: Any, w2: Any, format: str) -> tuple[QuantizedWeight, Qu
         checks.dtype(name, argument, array, (down.dtype,))
         checks.weight_order(name, argument, array)
     quantised: list[QuantizedWeight] = []
-    for argument, rows in (("w1", math.gcd(E4M3_BLOCK, h) if up.shape[2] == 2 * h else E4M3_BLOCK), ("w2", E4M3_BLOCK)):
-        block = (rows, E4M3_BLOCK) if format == "e4m3" else None
-        shape = call.described[argument].shape
-        empty = QuantizedWeight(None, None, format, shape, block)
-        quantised_checks.expected_parts(name, argument, empty)  # which checks the sizes
+    for argument, form in zip(("w1", "w2"), forms(name, format, up.shape, down.shape, down.dtype), strict=True):
         host = call.host(argument)
         if not all(np.isfinite(host[expert].astype(np.float32)).all() for expert in range(E)):
             raise checks.bad_value(name, argument, "finite weights", "infinities or NaN")
-        made = reference.quantize(host, format, block)
-        scales, data = call.export(made.scales), call.export(made.data)
+        made = reference.quantize(host, format, form.block)
+        data, scales = call.export(made.data), call.export(made.scales)
         if format == "e4m3" and call.framework is arrays.Torch:
             data = arrays.Torch.in_e4m3(data)
-        quantised.append(made._replace(data=data, scales=scales))
+        quantised.append(form._replace(data=data, scales=scales))
     return quantised[0], quantised[1]
+
+
+def forms(
+    function: str, format: str, w1: tuple[int, ...], w2: tuple[int, ...], dtype: str
+) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """What `quantize_experts` makes of weights of these shapes, without the parts. Raises for sizes that do not fit."""
+    E, d, columns = w1
+    _, h, _ = w2
+    blocks: tuple[Any, Any] = (None, None)
+    if format == "e4m3":
+        rows = math.gcd(E4M3_BLOCK, h) if columns == 2 * h else E4M3_BLOCK
+        blocks = (rows, E4M3_BLOCK), (E4M3_BLOCK, E4M3_BLOCK)
+    up = QuantizedWeight(None, None, format, (E, d, columns), blocks[0], dtype=dtype)
+    down = QuantizedWeight(None, None, format, (E, h, d), blocks[1], dtype=dtype)
+    for argument, form in (("w1", up), ("w2", down)):
+        quantised_checks.expected_parts(function, argument, form)
+    return up, down
 
 
 @graph_break

@@ -1,0 +1,92 @@
+"""Frozen weights in four and eight bits for `moe` and `MoE`: tensors apart from forms, and as parameters."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.interop.torch.autograd import is_plain
+from moeblaze_cupy.quantised import checks as quantised_checks
+from moeblaze_cupy.quantised import scratch
+from moeblaze_cupy.types import LayerArrays, NestedScales, QuantizedWeight
+
+Tensor = torch.Tensor
+
+
+class Frozen(NamedTuple):
+    """The frozen weights of a call by name, w1 and w2, without their tensors, which autograd saves."""
+
+    forms: tuple[tuple[str, QuantizedWeight], ...]
+
+    def joined(self, layer: LayerArrays, parts: Sequence[Tensor]) -> LayerArrays:
+        """The layer with its frozen weights, of the parts that `apart` returned."""
+        found, left = {}, list(parts)
+        for name, form in self.forms:
+            data, scales = left.pop(0), left.pop(0)
+            nested = form.nested and NestedScales(left.pop(0), left.pop(0), left.pop(0))
+            found["w1_gate" if name == "w1" else name] = form._replace(data=data, scales=scales, nested=nested)
+        return layer._replace(**found)
+
+
+def apart(layer: LayerArrays) -> tuple[Frozen, LayerArrays, list[Tensor]] | None:
+    """The frozen weights of a layer, the layer with None in their place, and their tensors; None if it has none."""
+    weights = scratch.packed(layer)
+    if not weights:
+        return None
+    parts: list[Tensor] = []
+    forms = []
+    for name, weight in weights.items():
+        of_weight = quantised_checks.parts_of("moe", name, weight)
+        _check(of_weight)
+        parts += of_weight.values()
+        nested = weight.nested and NestedScales(None, None, None)
+        forms.append((name, weight._replace(data=None, scales=None, nested=nested)))
+    without = {"w1_gate" if name == "w1" else name: None for name in weights}
+    return Frozen(tuple(forms)), layer._replace(**without), parts
+
+
+def _check(parts: Mapping[str, Any]) -> None:
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor):
+            raise checks.bad_type("moe", name, "a torch tensor", type(part))
+        if part.requires_grad:
+            expected = "a part that requires no gradient, as the weight is frozen"
+            raise checks.bad_value("moe", name, expected, "one that requires it")
+
+
+def check_eager(tensors: Sequence[Tensor | None]) -> None:
+    """Raises RuntimeError where a call would have to be one of operators, which take no `QuantizedWeight`."""
+    if not is_plain(tensors):
+        expected = "tensors with memory of their own, outside of transforms of torch.func, beside QuantizedWeight"
+        kinds = ", ".join(sorted({type(tensor).__name__ for tensor in tensors if tensor is not None}))
+        raise RuntimeError(f"moe: x: expected {expected}, got {kinds}")
+
+
+# The dtypes of parts that parameters hold as bytes, so that no cast of a module's floats reaches them.
+_DTYPES = {"nf4": (torch.uint8, torch.float32), "mxfp4": (torch.uint8, torch.uint8)} | {
+    "e4m3": (torch.float8_e4m3fn, torch.float32),
+    "int8": (torch.int8, torch.float32),
+}
+
+
+def as_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The parts of a weight without nested scales by name, as uint8."""
+    return {"data": weight.data.view(torch.uint8), "scales": weight.scales.view(torch.uint8)}
+
+
+def empty_bytes(form: QuantizedWeight, device: Any) -> dict[str, Tensor]:
+    """Zeros of the parts of such a weight."""
+    expected = quantised_checks.expected_parts("MoE", "weight", form)
+    made = {}
+    for (name, (_, shapes, _)), dtype in zip(expected.items(), _DTYPES[form.format], strict=True):
+        *outer, last = shapes[0]
+        made[name] = torch.zeros(*outer, last * dtype.itemsize, dtype=torch.uint8, device=device)
+    return made
+
+
+def from_bytes(form: QuantizedWeight, data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    """The weight with these parts, decoded to `dtype`."""
+    of_data, of_scales = _DTYPES[form.format]
+    name = str(dtype).removeprefix("torch.")
+    return form._replace(data=data.detach().view(of_data), scales=scales.detach().view(of_scales), dtype=name)

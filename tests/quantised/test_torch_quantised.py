@@ -1,0 +1,209 @@
+"""`moe` and `MoE` with frozen experts in four and eight bits, on CPU tensors."""
+
+import copy
+import io
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import moeblaze_cupy as mb  # noqa: E402
+from moeblaze_cupy import frameworks as arrays  # noqa: E402
+from moeblaze_cupy.interop.torch import MoE, moe  # noqa: E402
+from moeblaze_cupy.types import WEIGHT_FORMATS  # noqa: E402
+from tests.quantised.test_layer_quantised import SIZES, decoded, frozen, inputs_of, with_biases  # noqa: E402
+
+NAMES = (*WEIGHT_FORMATS, "mxfp8")
+
+
+def to_torch(array):
+    return arrays.Torch.from_numpy(np.array(array))
+
+
+def in_torch(weight):
+    data = to_torch(weight.data)
+    if weight.format == "e4m3":
+        data = data.view(torch.float8_e4m3fn)
+    return weight._replace(data=data, scales=to_torch(weight.scales))
+
+
+def case(name="mxfp4", dtype=torch.float32, **options):
+    """Inputs that require gradients, the frozen weights, and the same ones as tensors."""
+    x, ids, weights, grad_out = inputs_of(dtype=np.float32 if dtype == torch.float32 else ml_dtypes.bfloat16)
+    given = [weight._replace(dtype=str(dtype)[6:]) for weight in frozen(name)]
+    options = with_biases(options, *(SIZES[letter] for letter in "Edh"))
+    of_biases = {n: to_torch(v).requires_grad_() for n, v in options.items() if isinstance(v, np.ndarray)}
+    inputs = to_torch(x).requires_grad_(), to_torch(ids), to_torch(weights).requires_grad_()
+    plain = [to_torch(np.ascontiguousarray(decoded(weight).swapaxes(1, 2))).transpose(1, 2) for weight in given]
+    return inputs, list(map(in_torch, given)), plain, to_torch(grad_out), options | of_biases
+
+
+def gradients(out, grad_out, inputs, options):
+    leaves = [inputs[0], inputs[2], *(v for v in options.values() if isinstance(v, torch.Tensor))]
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+
+def assert_equal(got, want):
+    assert len(got) == len(want) > 2
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.isfinite(b).all() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"save": "recompute"}, {"save": "paper", "keep_saved": True}, {"biases": True}], ids=str
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_moe(name, options, dtype):
+    inputs, packed, plain, grad_out, options = case(name, dtype, **options)
+    got = gradients(moe(*inputs, *packed, **options), grad_out, inputs, options)
+    assert_equal(got, gradients(moe(*inputs, *plain, **options), grad_out, inputs, options))
+
+
+def test_one_weight_trains_beside_a_frozen_one():
+    inputs, packed, plain, grad_out, _ = case("int8")
+    w2 = plain[1].detach().requires_grad_()
+    got = torch.autograd.grad(moe(*inputs, packed[0], w2), [inputs[0], w2], grad_out)
+    want = torch.autograd.grad(moe(*inputs, plain[0], w2), [inputs[0], w2], grad_out)
+    assert all(map(torch.equal, got, want))
+
+
+def test_nothing_of_a_weights_size_is_saved():
+    inputs, packed, _, grad_out, _ = case()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = moe(*inputs, *packed, save="recompute")
+    parts = {part.data_ptr() for weight in packed for part in (weight.data, weight.scales)}
+    assert parts <= {tensor.data_ptr() for tensor in saved}
+    assert max(tensor.nbytes for tensor in saved) == packed[0].data.nbytes
+    out.backward(grad_out)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    inputs, packed, plain, grad_out, _ = case("nf4")
+    out = checkpoint(lambda *given: moe(*given, *packed), *inputs, use_reentrant=use_reentrant)
+    out.backward(grad_out)
+    got = inputs[0].grad, inputs[2].grad
+    want = torch.autograd.grad(moe(*inputs, *plain), [inputs[0], inputs[2]], grad_out)
+    assert all(map(torch.equal, got, want))
+
+
+def test_autocast_and_no_grad():
+    inputs, packed, plain, _, _ = case(dtype=torch.bfloat16)
+    x = inputs[0].detach().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = moe(x, *inputs[1:], *packed)
+        assert torch.equal(out, moe(x, *inputs[1:], *plain)) and out.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(moe(*inputs, *packed), moe(*inputs, *plain))
+
+
+def test_compiled_code_calls_it_between_graphs():
+    inputs, packed, plain, grad_out, options = case()
+
+    def step(x, ids, weights):
+        return 2 * moe(x + 1, ids, weights, *packed)
+
+    compiled = torch.compile(step, backend="aot_eager")
+    got = gradients(compiled(*inputs), grad_out, inputs, options)
+    assert_equal(got, gradients(2 * moe(inputs[0] + 1, *inputs[1:], *plain), grad_out, inputs, options))
+
+
+def test_messages():
+    inputs, packed, *_ = case("nf4")
+    trained = packed[0]._replace(scales=packed[0].scales.clone().requires_grad_())
+    for given, options, error, message in [
+        ((trained, packed[1]), {}, ValueError, "moe: w1.scales: expected a part that requires no gradient"),
+        (
+            packed,
+            {"accumulate_into_main_grad": True},
+            ValueError,
+            "moe: accumulate_into_main_grad: expected False with",
+        ),
+        (packed, {"precision": "fp8"}, ValueError, "moe: precision: expected None with QuantizedWeight"),
+        ((packed[0]._replace(data=packed[0].data.numpy()), packed[1]), {}, TypeError, "moe: w1.data: expected a torch"),
+        (packed, {"save": None}, ValueError, "moe: save: expected a policy that keeps something"),
+    ]:
+        with pytest.raises(error) as caught:
+            moe(*inputs, *given, **options)
+        assert str(caught.value).startswith(message), str(caught.value)
+    with pytest.raises(RuntimeError, match="moe: x: expected tensors with memory of their own, outside of transforms"):
+        torch.func.vmap(lambda x: moe(x, *inputs[1:], *packed))(inputs[0].detach()[None])
+
+
+def module(**options):
+    torch.manual_seed(3)
+    return MoE(64, 64, 4, 2, **options)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_module_is_that_of_the_decoded_weights(name):
+    """It trains its router and biases; its state goes to a module that is made for it."""
+    own, plain = (module(dtype=torch.bfloat16, expert_bias=True) for _ in range(2))
+    made = mb.quantize_experts(own.w1_storage.transpose(1, 2), own.w2_storage.transpose(1, 2), name)
+    own.quantize_experts(name)
+    with torch.no_grad():
+        for parameter, weight in zip((plain.w1_storage, plain.w2_storage), made, strict=True):
+            parameter.copy_(mb.dequantize(weight))
+    state = own.state_dict()
+    packed = {f"w{i}_{part}" for i in (1, 2) for part in ("data", "scales")}
+    assert set(state) == {"router", "b1", "b2", *packed}
+    assert all(state[key].dtype == torch.uint8 and state[key].shape[0] == 4 for key in packed)
+    stored = io.BytesIO()
+    torch.save(state, stored)
+    stored.seek(0)
+    loaded = module(dtype=torch.bfloat16, expert_bias=True, expert_format=name)
+    loaded.load_state_dict(torch.load(stored))
+    on_meta = module(dtype=torch.bfloat16, expert_bias=True, expert_format=name, device="meta")
+    on_meta.load_state_dict(state, assign=True)
+    for layer in (loaded, on_meta):
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.dtype != torch.uint8)
+    x = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = None
+    for layer in (plain, own, loaded, on_meta, copy.deepcopy(own)):
+        given = x.clone().requires_grad_()
+        out = layer(given)
+        out.backward(torch.ones_like(out))
+        found = out.detach(), given.grad, layer.router.grad, layer.b1.grad, layer.b2.grad
+        want = want or found
+        assert all(map(torch.equal, found, want))
+    assert f"expert_format={name!r}" in repr(own) and "expert_format" not in repr(plain)
+
+
+@pytest.mark.parametrize("name", ["nf4", "e4m3"])
+def test_casts_of_the_module_leave_the_bytes(name):
+    own = module(expert_format=name)
+    own.w1_scales.data.random_(1, 60)
+    before = {key: value.clone() for key, value in own.state_dict().items() if value.dtype == torch.uint8}
+    own.to(torch.bfloat16)
+    assert len(before) == 4 and own.router.dtype == torch.bfloat16
+    assert all(torch.equal(own.state_dict()[key], value) for key, value in before.items())
+    assert own(torch.zeros(3, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert own(torch.zeros(3, 64)).dtype == torch.bfloat16
+
+
+def test_messages_of_the_module():
+    with pytest.raises(ValueError, match="MoE: expert_format: expected one of None, 'mxfp4'"):
+        module(expert_format="fp4")
+    with pytest.raises(ValueError, match="MoE: precision: expected None with expert_format, got 'fp8'"):
+        module(expert_format="nf4", precision="fp8")
+    with pytest.raises(
+        ValueError, match=r"MoE: w1.shape: expected \(E, K, N\) with K that is a multiple of 32 for 'mxfp4'"
+    ):
+        MoE(40, 32, 2, 1, expert_format="mxfp4")
+    own = module(expert_format="nf4")
+    with pytest.raises(
+        RuntimeError, match="MoE: quantize_experts: expected experts in floats, got expert_format='nf4'"
+    ):
+        own.quantize_experts("nf4")
+    with pytest.raises(
+        RuntimeError, match="MoE: quantize_weights: expected experts in floats, got expert_format='nf4'"
+    ):
+        own.quantize_weights()
