@@ -189,6 +189,31 @@ def test_casts_of_the_module_leave_the_bytes(name):
         assert own(torch.zeros(3, 64)).dtype == torch.bfloat16
 
 
+def test_fsdp2_shards_bytes():
+    """It frees the gathered parts after forward and gathers them again for backward; its casts reach floats alone."""
+    dist, fsdp = torch.distributed, pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("needs torch.distributed.fsdp.fully_shard")
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    plain, sharded = module(), module()
+    for layer in (plain, sharded):
+        layer.quantize_experts("nf4")
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(sharded, mp_policy=policy, reshard_after_forward=True)
+        out = sharded(x)
+        out.sum().backward()
+        gradient = sharded.router.grad.full_tensor()
+        assert {p.dtype for n, p in sharded.named_parameters() if n != "router"} == {torch.uint8}
+    finally:
+        dist.destroy_process_group()
+    plain.bfloat16()
+    want = plain(x.bfloat16())
+    want.sum().backward()
+    assert torch.equal(out, want) and torch.equal(gradient, plain.router.grad.float())
+
+
 def test_messages_of_the_module():
     with pytest.raises(ValueError, match="MoE: expert_format: expected one of None, 'mxfp4'"):
         module(expert_format="fp4")
