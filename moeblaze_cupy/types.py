@@ -563,7 +563,8 @@ class SavedForBackward:
     @property
     def gradients(self) -> tuple[str, ...]:
         """The names of what this layer has gradients of; "weights" among them always."""
-        gradients, frozen = GRADIENTS, [isinstance(w, QuantizedWeight) for w in (self.arrays.w1_gate, self.arrays.w2)]
+        gradients: tuple[str, ...] = GRADIENTS
+        frozen = [isinstance(weight, QuantizedWeight) for weight in (self.arrays.w1_gate, self.arrays.w2)]
         if any(frozen):
             gradients = (*GRADIENTS[:2], *itertools.compress(GRADIENTS[2:], map(operator.not_, frozen)))
         if self.arrays.b1_gate is None and self.arrays.b2 is None:

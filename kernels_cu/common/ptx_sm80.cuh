@@ -107,7 +107,7 @@ __device__ __forceinline__ float cvt_f32_from_fp16(unsigned short bits) {
     return r;
 }
 
-// Products and sums by themselves, which the compiler does not join, and which keep denormals under -ftz=true.
+// Products, sums and quotients by themselves, which the compiler does not join, and which keep denormals under -ftz=true.
 __device__ __forceinline__ float product_rn(float a, float b) {
     float r;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -116,6 +116,11 @@ __device__ __forceinline__ float product_rn(float a, float b) {
 __device__ __forceinline__ float sum_rn(float a, float b) {
     float r;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float quotient_rn(float a, float b) {
+    float r;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
 

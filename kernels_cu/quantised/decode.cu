@@ -5,6 +5,7 @@
 // nothing if the expert has no tokens. A warp's part of that is contiguous. In each step a lane has the next eight elements, so
 // that both loads and stores of a warp are of contiguous memory. Loads come before stores, so that many are under way.
 #include "fp8.cuh"
+#include "nf4.cuh"
 
 static_assert(THREADS % 32 == 0 && THREADS <= 1024, "whole warps");
 
@@ -93,24 +94,6 @@ __device__ __forceinline__ uint4 scaled(const float (&codes)[8], float scale) {
     for (int i = 0; i < 8; ++i) v[i] = product_rn(codes[i], scale);
     return pack8(bf16(), v);
 }
-
-// Quantiles of a normal distribution, by QLoRA (arXiv 2305.14314).
-__device__ const float NF4_TABLE[16] = {-1.0f,
-                                        -0.6961928009986877f,
-                                        -0.5250730514526367f,
-                                        -0.39491748809814453f,
-                                        -0.28444138169288635f,
-                                        -0.18477343022823334f,
-                                        -0.09105003625154495f,
-                                        0.0f,
-                                        0.07958029955625534f,
-                                        0.16093020141124725f,
-                                        0.24611230194568634f,
-                                        0.33791524171829224f,
-                                        0.44070982933044434f,
-                                        0.5626170039176941f,
-                                        0.7229568362236023f,
-                                        1.0f};
 
 struct Nf4 {
     static constexpr int BITS = 4;

@@ -70,6 +70,7 @@ QUANTIZE_VECTORS = 4  # of 8 elements of a row that a thread has in registers
 QUANTIZE_TILE = 128  # rows and columns of a weight per block
 DECODE_THREADS = 256  # per block of decode.cu
 DECODE_STEPS = 8  # of eight elements each, that a thread loads before it stores the first
+ENCODE_THREADS = 128  # per block of encode.cu
 RANK_EXPERTS_THREADS = 32  # of rank_experts.cu: a warp
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
@@ -147,6 +148,7 @@ _CONSTANTS = {
     },
     "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
     "decode.cu": {"THREADS": DECODE_THREADS, "STEPS": DECODE_STEPS},
+    "encode.cu": {"THREADS": ENCODE_THREADS},
     "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
     "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
     "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},

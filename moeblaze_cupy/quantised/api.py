@@ -11,7 +11,7 @@ from moeblaze_cupy.calls import Call, graph_break
 from moeblaze_cupy.cuda.runtime import Runtime, current_device
 from moeblaze_cupy.frameworks import DeviceFramework
 from moeblaze_cupy.quantised import checks as quantised_checks
-from moeblaze_cupy.quantised import decode
+from moeblaze_cupy.quantised import decode, encode
 from moeblaze_cupy.reference import quantised as reference
 from moeblaze_cupy.types import WEIGHT_FORMATS, QuantizedWeight
 
@@ -22,15 +22,17 @@ E4M3_BLOCK = 128  # rows and columns of a block, as in the checkpoints of DeepSe
 def quantize_experts(w1: Any, w2: Any, format: str) -> tuple[QuantizedWeight, QuantizedWeight]:
     """The weights of a layer in four or eight bits, frozen: `moe_forward` takes the results as w1 and w2.
 
-    w1: (E, d, 2h), or (E, d, h) without a gate; w2: (E, h, d). On the CPU, in bf16 or fp32, in the memory orders of
-    `moe_forward`; the weights' dtype is that of the layer's x. d and h are multiples of 8, of 32 for "mxfp4", and 2h d
-    and h d of 64 for "nf4".
+    w1: (E, d, 2h), or (E, d, h) without a gate; w2: (E, h, d). In bf16, on the CPU also in fp32, and in the memory
+    orders of `moe_forward`; the weights' dtype is that of the layer's x. d and h are multiples of 8, of 32 for "mxfp4",
+    and 2h d and h d of 64 for "nf4".
     format: "mxfp4", by the rule of OCP, blocks of 32 with a power of two; "nf4", as bitsandbytes has it, blocks of 64
     with a float32 scale; "e4m3", blocks of 128 x 128 with a float32 scale (of fewer rows where 128 does not divide h,
     so that gate and up share none); "int8", a float32 scale for each column of the weight.
-    Codes are the nearest ones, of two the even one; of "nf4" the lower one.
+    Codes are the nearest ones, of two the even one; of "nf4" the lower one. Scales that are denormals become 0.
     Returns the two `QuantizedWeight`, of which `dequantize` gives the numbers.
-    Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes, weights that are not finite).
+    On CUDA a scale of weights that are not all finite is NaN or infinite, as nothing waits for the device.
+    Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes, and on the CPU weights that are not
+    finite).
     """
     name = "quantize_experts"
     checks.one_of(name, "format", format, WEIGHT_FORMATS)
@@ -45,22 +47,43 @@ def quantize_experts(w1: Any, w2: Any, format: str) -> tuple[QuantizedWeight, Qu
         expected = f"shape ({E}, {d}, {h}) or ({E}, {d}, {2 * h}), as w2 is (E, h, d) = {down.shape}"
         raise checks.bad_value(name, "w1", expected, up.shape)
     for argument, array in (("w1", up), ("w2", down)):
-        if array.device != arrays.CPU:
-            raise checks.bad_type(name, argument, "an array on the CPU", checks.device_name(array))
         checks.dtype(name, argument, array, quantised_checks.DTYPES)
         checks.dtype(name, argument, array, (down.dtype,))
         checks.weight_order(name, argument, array)
-    quantised: list[QuantizedWeight] = []
-    for argument, form in zip(("w1", "w2"), forms(name, format, up.shape, down.shape, down.dtype), strict=True):
-        host = call.host(argument)
-        if not all(np.isfinite(host[expert].astype(np.float32)).all() for expert in range(E)):
-            raise checks.bad_value(name, argument, "finite weights", "infinities or NaN")
-        made = reference.quantize(host, format, form.block)
-        data, scales = call.export(made.data), call.export(made.scales)
-        if format == "e4m3" and call.framework is arrays.Torch:
-            data = arrays.Torch.in_e4m3(data)
-        quantised.append(form._replace(data=data, scales=scales))
-    return quantised[0], quantised[1]
+    made = forms(name, format, up.shape, down.shape, down.dtype)
+    of_arguments = zip(("w1", "w2"), made, strict=True)
+    if call.on_cpu:
+        w1, w2 = (_encoded_on_cpu(call, argument, form) for argument, form in of_arguments)
+        return w1, w2
+    if down.dtype != "bfloat16":
+        raise checks.bad_type(name, "w2", "bfloat16, to which CUDA decodes", down.dtype)
+    with current_device(call.device):
+        run = Runtime.current(cast(DeviceFramework, call.framework), call.device)  # CUDA arrays are CuPy's or torch's
+        w1, w2 = (_encoded(run, call, argument, form) for argument, form in of_arguments)
+    return w1, w2
+
+
+def _encoded_on_cpu(call: Call, argument: str, form: QuantizedWeight) -> QuantizedWeight:
+    host = call.host(argument)
+    if not all(np.isfinite(host[expert].astype(np.float32)).all() for expert in range(len(host))):
+        raise checks.bad_value(call.function, argument, "finite weights", "infinities or NaN")
+    made = reference.quantize(host, form.format, form.block)
+    data, scales = call.export(made.data), call.export(made.scales)
+    if form.format == "e4m3" and call.framework is arrays.Torch:
+        data = arrays.Torch.in_e4m3(data)
+    return form._replace(data=data, scales=scales)
+
+
+def _encoded(run: Runtime, call: Call, argument: str, form: QuantizedWeight) -> QuantizedWeight:
+    given = call.described[argument]
+    e4m3 = "float8_e4m3fn" if run.framework is arrays.Torch else "uint8"
+    dtypes = {"data": {"int8": "int8", "e4m3": e4m3}, "scales": dict.fromkeys(("nf4", "e4m3", "int8"), "float32")}
+    made = {}
+    for part, (_, shapes, _) in quantised_checks.expected_parts(call.function, argument, form).items():
+        made[part] = run.empty(shapes[0], dtypes[part].get(form.format, "uint8"))
+    launch = encode.configure(form.format, given.layout, form.block)
+    run.launch(launch, given.ptr, *(buffer.ptr for buffer in made.values()))
+    return form._replace(**{part: call.export(buffer.array) for part, buffer in made.items()})
 
 
 def forms(

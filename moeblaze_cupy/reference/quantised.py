@@ -30,7 +30,8 @@ NF4 = np.array(
 
 def from_e8m0(scales: HostArray) -> HostArray:
     """Bytes s as 2^(s - 127) in float32, 255 as NaN."""
-    return np.where(scales == 255, np.float32(np.nan), np.ldexp(np.float32(1), scales.astype(np.int32) - 127))
+    powers: HostArray = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    return np.where(scales == 255, np.float32(np.nan), powers)
 
 
 def rounded(values: HostArray, dtype: Any) -> HostArray:
@@ -43,25 +44,25 @@ def rounded(values: HostArray, dtype: Any) -> HostArray:
 
 def nf4_scales(weight: QuantizedWeight) -> HostArray:
     """Of one or several experts, in float32: nested ones as code[byte] * absmax, rounded, + offset, rounded."""
-    if weight.nested is None:
-        scales: HostArray = weight.scales
-        return scales
-    code, absmax, offset = weight.nested
-    products: HostArray = code[weight.scales] * np.repeat(absmax, NESTED_BLOCK, axis=1)
-    return products + np.reshape(offset, ())
+    scales: HostArray = weight.scales
+    if weight.nested is not None:
+        code, absmax, offset = weight.nested
+        scales = code[scales] * np.repeat(absmax, NESTED_BLOCK, axis=1) + np.reshape(offset, ())
+    return scales
 
 
 def _mxfp4(weight: QuantizedWeight, N: int, K: int) -> HostArray:
     packed = weight.data.reshape(-1, N, K // 2)
     codes = np.stack((packed & 15, packed >> 4), axis=3).reshape(-1, N, K // MXFP4_BLOCK, MXFP4_BLOCK)
     magnitudes = E2M1[codes & 7]
-    values = np.where(codes & 8, -magnitudes, magnitudes)
-    return values * from_e8m0(weight.scales)[..., None]
+    values: HostArray = np.where(codes & 8, -magnitudes, magnitudes) * from_e8m0(weight.scales)[..., None]
+    return values
 
 
 def _nf4(weight: QuantizedWeight, N: int, K: int) -> HostArray:
     codes = np.stack((weight.data >> 4, weight.data & 15), axis=2)
-    return NF4[codes].reshape(-1, N * K // NF4_BLOCK, NF4_BLOCK) * nf4_scales(weight)[..., None]
+    values: HostArray = NF4[codes].reshape(-1, N * K // NF4_BLOCK, NF4_BLOCK) * nf4_scales(weight)[..., None]
+    return values
 
 
 def _e4m3(weight: QuantizedWeight, N: int, K: int) -> HostArray:
@@ -69,7 +70,8 @@ def _e4m3(weight: QuantizedWeight, N: int, K: int) -> HostArray:
     rows, columns = weight.block
     scales = weight.scales if weight.scales.dtype == np.float32 else from_e8m0(weight.scales)
     spread = scales[:, np.arange(N) // rows][:, :, np.arange(K) // columns]
-    return from_e4m3(weight.data) * spread
+    values: HostArray = from_e4m3(weight.data) * spread
+    return values
 
 
 def _int8(weight: QuantizedWeight, N: int, K: int) -> HostArray:
@@ -105,6 +107,11 @@ def dequantize(weight: QuantizedWeight) -> HostArray:
     return out
 
 
+def _without_denormals(scales: HostArray) -> HostArray:
+    """Denormals as 0, as the kernels compare numbers."""
+    return np.where(scales >= MIN_NORMAL, scales, np.float32(0))
+
+
 def _to_mxfp4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
     """The OCP rule: the scale's exponent is that of the largest magnitude less 2; beyond 6 a code is that of 6."""
     N, K = rows.shape
@@ -124,8 +131,8 @@ def _to_mxfp4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray
 def _to_nf4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
     """As bitsandbytes on CUDA: v * (1 / absmax), of two equally near entries the lower one."""
     blocks = rows.reshape(-1, NF4_BLOCK)
-    absmax = amax_over(blocks, 1)
-    factors = np.divide(np.float32(1), absmax, out=np.zeros_like(absmax), where=absmax >= MIN_NORMAL)
+    absmax = _without_denormals(amax_over(blocks, 1))
+    factors = np.divide(np.float32(1), absmax, out=np.zeros_like(absmax), where=absmax > 0)
     middles = (NF4[1:] + NF4[:-1]) / 2
     codes = np.searchsorted(middles, blocks * factors, side="left").astype(np.uint8).reshape(-1, 2)
     return codes[:, 0] << 4 | codes[:, 1], absmax[:, 0]
@@ -143,7 +150,7 @@ def _to_e4m3(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray,
 
 
 def _to_int8(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
-    scales = amax_over(rows, 1) / np.float32(127)
+    scales = _without_denormals(amax_over(rows, 1) / np.float32(127))
     codes = np.divide(rows, scales, out=np.zeros_like(rows), where=scales > 0)
     return np.clip(np.rint(codes), -127, 127).astype(np.int8), scales
 

@@ -7,7 +7,7 @@ from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.loader import Variant
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm.variants import EPILOGUES, bias_variant, gemm_variant
-from moeblaze_cupy.quantised import decode
+from moeblaze_cupy.quantised import decode, encode
 
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu")
 SHAPE_INDEPENDENT = (
@@ -40,10 +40,10 @@ def variants(
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
     layers without, or several of these. weights_on: "output", "input" or both.
     fp8: also the products of precision="fp8", which bfloat16 layers with gate_up="halves" have on Hopper.
-    fp8_saved: also those of save="fp8". formats: also those that decode frozen weights of these formats.
+    fp8_saved: also those of save="fp8". formats: also those of frozen weights in these formats.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
-    found |= dict.fromkeys(variant for form in formats for variant in decode.variants(form))
+    found |= dict.fromkeys(variant for form in formats for variant in (*decode.variants(form), encode.variant(form)))
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry, gate_up, bias in itertools.product(
         dtypes, orders, activations, aligned, entries, gate_ups, biases

@@ -205,6 +205,7 @@ __device__ __forceinline__ unsigned permute_bytes(unsigned low, unsigned high, u
 
 __device__ __forceinline__ float product_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float sum_rn(float a, float b) { return a + b; }
+__device__ __forceinline__ float quotient_rn(float a, float b) { return a / b; }
 
 __device__ __forceinline__ unsigned product_bf16x2(unsigned a, unsigned b) {
     const float low = __uint_as_float(a << 16) * __uint_as_float(b << 16);
