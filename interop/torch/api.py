@@ -130,7 +130,8 @@ class _Call(NamedTuple):
 
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
     if isinstance(layer.w1_gate, QuantizedWeight) or isinstance(layer.w2, QuantizedWeight):
-        return _moe_of_frozen(layer, options, call)
+        of_frozen: torch.Tensor = _moe_of_frozen(layer, options, call)
+        return of_frozen
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
@@ -371,6 +372,10 @@ class MoE(torch.nn.Module):
     bias: torch.Tensor | None
     w1_storage: torch.nn.Parameter | None
     w2_storage: torch.nn.Parameter | None
+    w1_data: torch.nn.Parameter
+    w1_scales: torch.nn.Parameter
+    w2_data: torch.nn.Parameter
+    w2_scales: torch.nn.Parameter
 
     def __init__(
         self,
@@ -647,7 +652,7 @@ class MoE(torch.nn.Module):
                 w1, w2, fp8_weights = gathered.weights(*parameters)
             else:
                 w1, w2 = parameters[0].transpose(1, 2), parameters[1].transpose(1, 2)
-                fp8_weights = self._fp8.of(*parameters)
+                fp8_weights = self._fp8.of(parameters[0], parameters[1])
             if self.accumulate_into_main_grad:
                 accumulate = dict(zip(("w1", "w2"), parameters, strict=True))
         layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)

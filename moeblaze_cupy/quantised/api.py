@@ -13,7 +13,7 @@ from moeblaze_cupy.frameworks import DeviceFramework
 from moeblaze_cupy.quantised import checks as quantised_checks
 from moeblaze_cupy.quantised import decode, encode
 from moeblaze_cupy.reference import quantised as reference
-from moeblaze_cupy.types import WEIGHT_FORMATS, QuantizedWeight
+from moeblaze_cupy.types import WEIGHT_FORMATS, NestedScales, QuantizedWeight
 
 E4M3_BLOCK = 128  # rows and columns of a block, as in the checkpoints of DeepSeek-V3
 
@@ -136,5 +136,5 @@ def on_host(call: Call, argument: str, weight: QuantizedWeight) -> QuantizedWeig
         keeps = host.dtype == np.float32 or (host.dtype == np.int8 and weight.format == "int8")
         return host if keeps else host.view(np.uint8)
 
-    nested = weight.nested and weight.nested._make(part(f"nested.{name}") for name in weight.nested._fields)
+    nested = weight.nested and NestedScales(*(part(f"nested.{name}") for name in NestedScales._fields))
     return weight._replace(data=part("data"), scales=part("scales"), nested=nested)

@@ -70,8 +70,7 @@ def expected_parts(function: str, argument: str, given: QuantizedWeight) -> Expe
         multiple(K, "K", MXFP4_BLOCK)
         blocks = E, N, K // MXFP4_BLOCK
         packed = (E, N, K // 2), (*blocks, MXFP4_BLOCK // 2)
-        of_scales = "E, N, K / 32", (blocks,), E8M0
-        return {"data": ("E, N, K / 2", packed, ("uint8", "int8")), "scales": of_scales}
+        return {"data": ("E, N, K / 2", packed, ("uint8", "int8")), "scales": ("E, N, K / 32", (blocks,), E8M0)}
     if given.format == "nf4":
         multiple(N * K, "N * K", NF4_BLOCK * (1 if given.nested is None else NESTED_BLOCK))
         blocks_of_expert = N * K // NF4_BLOCK
