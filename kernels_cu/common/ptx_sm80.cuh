@@ -203,12 +203,12 @@ __device__ __forceinline__ void store_global_16(void* p, uint4 v) { *static_cast
 // Loads of what is read once, which leave the L1 cache to other data.
 __device__ __forceinline__ unsigned load_once_4(const void* p) {
     unsigned v;
-    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 __device__ __forceinline__ uint2 load_once_8(const void* p) {
     uint2 v;
-    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
 

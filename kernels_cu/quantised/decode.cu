@@ -3,7 +3,7 @@
 //
 // Launch: grid (chunks of an expert, E), THREADS threads. A block decodes STEPS * 8 * THREADS elements of an expert, and does
 // nothing if the expert has no tokens. A warp's part of that is contiguous. In each step a lane has the next eight elements, so
-// that both loads and stores of a warp are of contiguous memory. Loads come before stores, so that many are under way.
+// that both loads and stores of a warp are of contiguous memory. All loads are issued before the first store.
 #include "fp8.cuh"
 #include "nf4.cuh"
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool is_special_e8m0(unsigned s) { return (s + 1 & 25
 struct E8m0 {
     unsigned byte;
     __device__ __forceinline__ void load(const DecodeParams& p, int64 i) {
-        byte = __ldg(static_cast<const unsigned char*>(p.scales) + i);
+        byte = static_cast<const unsigned char*>(p.scales)[i];
     }
     __device__ __forceinline__ float value(const DecodeParams&) const {
         return __uint_as_float(byte << 23 | (is_special_e8m0(byte) ? 0x00400000u : 0u));
@@ -46,17 +46,15 @@ struct E8m0 {
 };
 struct Single {
     float scale;
-    __device__ __forceinline__ void load(const DecodeParams& p, int64 i) {
-        scale = __ldg(static_cast<const float*>(p.scales) + i);
-    }
+    __device__ __forceinline__ void load(const DecodeParams& p, int64 i) { scale = static_cast<const float*>(p.scales)[i]; }
     __device__ __forceinline__ float value(const DecodeParams&) const { return scale; }
 };
 struct Nested {
     unsigned byte;
     float absmax;
     __device__ __forceinline__ void load(const DecodeParams& p, int64 i) {
-        byte = __ldg(static_cast<const unsigned char*>(p.scales) + i);
-        absmax = __ldg(p.nested_absmax + i / 256);
+        byte = static_cast<const unsigned char*>(p.scales)[i];
+        absmax = p.nested_absmax[i / 256];
     }
     __device__ __forceinline__ float value(const DecodeParams& p) const {
         return sum_rn(product_rn(__ldg(p.nested_code + byte), absmax), __ldg(p.nested_offset));
@@ -163,6 +161,7 @@ __device__ __forceinline__ void decode_chunk(const DecodeParams& p, const FORMAT
             load_once(packed[i], from + i * (256 * FORMAT::BITS / 8));
             scales[i].load(p, expert * p.scales_of_expert + FORMAT::scale_of(p, first, i * 256));
         }
+    issue_loads_now();
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
         if (WHOLE || first + i * 256 < p.size) store_global_16(to + i * 256, format.decode(packed[i], scales[i], p));
