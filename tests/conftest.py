@@ -78,7 +78,7 @@ def on_hopper(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def poisoned_allocations(request, monkeypatch):
-    """Device memory the library allocates starts as NaN (floats, also of e4m3) or an impossible index (integers)."""
+    """Device memory the library allocates starts as NaN (floats, also of e4m3), no code (int8) or no index."""
     if "gpu" not in request.keywords:
         return
     for framework in (arrays.CuPy, arrays.Torch):
@@ -86,7 +86,7 @@ def poisoned_allocations(request, monkeypatch):
         def empty(shape, dtype, device, transposed, plain=framework.empty):
             buffer = plain(shape, dtype, device, transposed)
             if 0 not in shape:
-                poison = {"uint8": 255, "int32": -(2**30), "int64": -(2**30)}
+                poison = {"uint8": 255, "int8": -128, "int32": -(2**30), "int64": -(2**30)}
                 buffer.array[...] = poison.get(dtype, np.nan)
             return buffer
 
