@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_cupy import checks
+from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
@@ -661,7 +662,7 @@ class MoE(torch.nn.Module):
         return _moe(layer, options, _Call(self.keep_saved, accumulate, fp8_weights, not self._sharded, shape))
 
     # Compilers would look into parameters that have no numbers.
-    _gathered_experts = torch.compiler.disable(_experts)  # type: ignore[no-untyped-call]  # torch gives it no types
+    _gathered_experts = graph_break(_experts)
 
     def extra_repr(self) -> str:
         (routed, d), h = self.router.shape, self._d_hidden

@@ -9,6 +9,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks
+from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.interop.torch import private
 from moeblaze_cupy.interop.torch import sums as torch_sums
@@ -96,7 +97,7 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
             raising = iter(_NoSecondDerivative.apply(function, len(present), *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
             return tuple(None if grad is None else next(raising) for grad in grads)
 
-        compiled = backward if traceable else torch.compiler.disable(eager)  # type: ignore[no-untyped-call]  # torch gives it no types
+        compiled = backward if traceable else graph_break(eager)
 
         @functools.wraps(backward)
         def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> Grads:

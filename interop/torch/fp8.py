@@ -9,6 +9,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 import moeblaze_cupy as mb
+from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.interop.torch import private
 from moeblaze_cupy.types import Fp8Weights
@@ -65,7 +66,7 @@ class HeldFp8Weights:
         own = {id(made_of()) for made_of in self._parameters}
         return not own.isdisjoint(map(id, parameters))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
+    @graph_break
     def hold(
         self, module: torch.nn.Module, parameters: Sequence[Tensor], w1: Weight, w2: Tensor, gate_up: str
     ) -> Fp8Weights | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo
 
 Tensor = torch.Tensor
 
@@ -23,14 +22,18 @@ has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: The number of dispatch modes that see the operators of this thread.
 number_of_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-#: Has graphs of compiled code read a tensor at its address, which stays the same.
-mark_static_address: Callable[..., None] = torch._dynamo.mark_static_address
-
 #: Names of autograd's nodes that pass a gradient on as it is, in another shape: of views, and of DTensor.to_local.
 VIEW_NODES = (
     *("TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"),
     "_ToTorchTensorBackward",
 )
+
+
+def mark_static_address(tensor: Tensor, guard: bool) -> None:
+    """Has graphs of compiled code read a tensor at its address, which stays the same."""
+    import torch._dynamo  # takes seconds, and few layers are in fp8
+
+    torch._dynamo.mark_static_address(tensor, guard=guard)
 
 
 def is_batched(tensor: Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from moeblaze_cupy import checks, reference
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.types import ACTIVATIONS, GRADIENTS, LayerOptions, is_gated, pair
 from tests.cases import Case, make_inputs, relative_error
+from tests.environment import run_python
 
 torch = pytest.importorskip("torch")
 
@@ -1306,6 +1307,17 @@ def test_a_wrong_routing_is_named(routed, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         MoE(8, 6, 5, 2, routing=routed)(torch.randn(7, 8))
     assert str(caught.value).startswith(f"MoE: routing: expected {message}")
+
+
+def test_a_step_loads_nothing_of_torchs_compiler():
+    """Its import takes seconds."""
+    code = """
+import sys, torch
+from moeblaze_cupy.interop.torch import MoE
+MoE(8, 6, 5, 2)(torch.randn(4, 8)).sum().backward()
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+    assert run_python("-c", code).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("by_operators", [False, True])
