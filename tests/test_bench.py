@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 from bench import (  # noqa: E402
     cases,
     compare,
+    first_use,
     fp8,
     graphs,
     host_time,
@@ -469,9 +470,21 @@ def test_two_checkouts_are_compared_in_turn(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_first_use_on_the_cpu():
+    """A row of its own process for each kind of cache, on the cores that there are."""
+    cores = len(os.sched_getaffinity(0))
+    rows = first_use.measured((1, cores + 1), "cpu", cases.TINY)
+    assert [(row["cores"], row["cache"]) for row in rows] == [(1, "cold"), (1, "warm")]
+    head, *lines = first_use.text(rows)
+    assert head.endswith("first step, s") and len(lines) == 2
+    first = rows[0]["seconds"]
+    assert first.keys() == {"import torch", "import moeblaze_cupy.interop.torch", *first_use.STEPS}
+    assert lines[0].endswith(f"{first['forward'] + first['backward']:.2f}")
+
+
 @pytest.mark.skipif(inputs.has_gpu(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(
-    "program", [fp8, graphs, host_time, kernel_times, variants], ids=lambda module: module.__name__
+    "program", [first_use, fp8, graphs, host_time, kernel_times, variants], ids=lambda module: module.__name__
 )
 def test_programs_that_need_a_gpu_say_so(program, capsys):
     with pytest.raises(SystemExit) as ended:
