@@ -41,7 +41,12 @@ def graph_break(function: Function) -> Function:
 
 
 class Call:
-    """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
+    """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back.
+
+    compiles: whether kernels of `record` are not compiled yet.
+    """
+
+    compiles = False
 
     def __init__(self, function: str, **given: Any) -> None:
         self.function = function
@@ -90,6 +95,7 @@ class Call:
         return made
 
     def record(self, plan: Any) -> Record:
+        self.compiles = runtime.compile_ahead(self.device, plan)
         # CUDA arrays are CuPy's or torch's.
         return Record(cast(DeviceFramework, self.framework), self.device, plan)
 

@@ -38,6 +38,11 @@ class Layout(NamedTuple):
         return ITEMSIZE[self.dtype]
 
 
+def packed(shape: tuple[int, ...], dtype: str, device: int = 0) -> Layout:
+    """Of new memory, in the order of the dimensions."""
+    return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype, device)
+
+
 def in_memory(sizes: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
     """The sizes or strides of new memory, in the order of memory. transposed: as of `DeviceFramework.empty`."""
     return (sizes[0], sizes[2], sizes[1]) if transposed else sizes

@@ -173,6 +173,7 @@ def use(monkeypatch, limits=launch_config.H200) -> Device:
     monkeypatch.setattr(loader, "import_cupy", lambda: cupy)
     monkeypatch.setattr(loader, "device_limits", lambda device: limits)
     monkeypatch.setattr(loader, "_kernels", {})
+    monkeypatch.setattr(loader, "compile_ahead", lambda device, variants: False)
     monkeypatch.setattr(loader, "_Kernel", type("Kernel", (Kernel,), {"device": made}))
     monkeypatch.setattr(loader, "_thread", loader._Thread())
     monkeypatch.setattr(tensor_map, "encode", made.encode)

@@ -1,21 +1,24 @@
 """Kernel sources to kernels and their launches: the only user of `cupy.RawModule`.
 
 A kernel is named by its source file, its entry and its JIT constants. CuPy keeps the compiled cubins on
-disk (`CUPY_CACHE_DIR`, else ~/.cupy/kernel_cache); its key does not see included headers, so a digest of
-every kernel source goes into the options.
+disk (`CUPY_CACHE_DIR`, else ~/.cupy/kernel_cache). Its key does not see included headers, so a digest of those that
+a source includes goes with it. `compile_ahead` has other threads compile what a call will launch.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeblaze_cupy.cuda import launch_config, overlapping_launch
+from moeblaze_cupy.cuda import capture, launch_config, overlapping_launch
 from moeblaze_cupy.cuda import structs as params
 from moeblaze_cupy.cuda.structs import source_folder as source_folder  # for whoever reads the kernels
 from moeblaze_cupy.cuda.structs import source_paths as source_paths
@@ -26,8 +29,12 @@ IMPLIED_MACROS = (
     *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS", "TILE_BYTES", "SPARE_BYTES"),
 )  # by the others
 
+SPLIT_COMPILE = "-split-compile=4"  # threads for the entries of a source that has many; NVRTC 13 takes it
+
 _lock = threading.Lock()
 _kernels: dict[tuple[int, "Variant"], "_Kernel"] = {}
+_modules: dict[tuple[str, tuple[tuple[str, str], ...]], "_Module"] = {}
+_ahead: deque[tuple[int, "_Module"]] = deque()  # what `compile_ahead` has asked for and nobody has begun
 _usable: Any = None  # CuPy, from when it has found a device
 
 
@@ -73,12 +80,15 @@ def sources() -> list[str]:
 
 
 @functools.cache
-def source_digest() -> str:
-    """Digest over every kernel source and header."""
-    digest = hashlib.sha256()
-    for name, path in source_paths(source_folder()).items():
-        with open(path, "rb") as file:
-            digest.update(name.encode() + b"\0" + file.read() + b"\0")
+def source_digest(source: str) -> str:
+    """Digest over a kernel source and the headers that it includes, by way of others too."""
+    paths, names, digest = source_paths(source_folder()), [source], hashlib.sha256()
+    for name in names:  # which grows
+        with open(paths[name], "rb") as file:
+            code = file.read()
+        digest.update(name.encode() + b"\0" + code + b"\0")
+        included = re.findall(rb'^\s*#\s*include\s+"([^"]+)"', code, re.MULTILINE)
+        names += [found for found in dict.fromkeys(map(bytes.decode, included)) if found not in names]
     return digest.hexdigest()[:16]
 
 
@@ -107,14 +117,22 @@ def source(variant: Variant) -> str:
 
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the architecture."""
+    return (*_common_options(variant), *(f"-D{name}={value}" for name, value in _constants(variant).items()))
+
+
+def _constants(variant: Variant) -> dict[str, str | int]:
     constants = launch_config.kernel_constants(variant.source) | dict(variant.macros)  # e4m3 has a few of its own
-    defines = tuple(f"-D{key}={value}" for key, value in constants.items())
+    return {"SOURCE_DIGEST": "0x" + source_digest(variant.source), **constants}
+
+
+def _common_options(variant: Variant) -> tuple[str, ...]:
+    """Those that variants have in common, one list for each tier."""
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
     line_info = ("-lineinfo",) if has_line_info() else ()
     folders = dict.fromkeys(os.path.dirname(path) for path in source_paths(source_folder()).values())
     includes = [f"-I{folder}" for folder in sorted(folders)]
-    return ("-std=c++17", *includes, "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch, *line_info)
+    return ("-std=c++17", *includes, *arch, *line_info)
 
 
 def import_cupy() -> Any:
@@ -169,10 +187,71 @@ def _device_limits(device: int, forced_tier: str | None) -> launch_config.Device
     )
 
 
-@functools.cache
-def _module(name: str, macros: tuple[tuple[str, str], ...]) -> Any:
-    variant = Variant(name, "", macros)
-    return import_cupy().RawModule(code=source(variant), options=options(variant))
+class _Module:
+    """A compiled source. Whoever needs it first compiles it, and others wait."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant, self.lock = variant, threading.Lock()
+        self.devices: set[int] = set()  # that have it
+        self._raw: Any = None
+
+    def on(self, device: int) -> Any:
+        """A `cupy.RawModule`, compiled or taken from the disk, and loaded on the current device, which this is."""
+        with self.lock:
+            if self._raw is None:
+                self._raw = self._new()
+            if device not in self.devices:
+                self._raw.compile()
+                self.devices.add(device)
+            return self._raw
+
+    def _new(self) -> Any:
+        """Constants go into the source: for each new list of options CuPy compiles an empty file, for its cache."""
+        cupy, variant = import_cupy(), self.variant
+        defines = "".join(f"#define {name} {value}\n" for name, value in _constants(variant).items())
+        options = _common_options(variant)
+        if not variant.macros and cupy.cuda.nvrtc.getVersion() >= (13, 0):
+            options = (*options, SPLIT_COMPILE)
+        return cupy.RawModule(code=defines + source(variant), options=options)
+
+
+def _module(variant: Variant) -> _Module:
+    key = variant.source, variant.macros
+    with _lock:
+        return _modules.get(key) or _modules.setdefault(key, _Module(variant))
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compile_ahead(device: int, variants: Iterable[Variant]) -> bool:
+    """Has other threads compile and load what the device has not yet, in this order; returns at once whether that is
+    anything.
+
+    A launch compiles its kernel itself if no thread has begun, else it waits for that thread. Errors come there, too.
+    """
+    modules = dict.fromkeys(map(_module, variants))
+    new = [(device, module) for module in modules if device not in module.devices]
+    _ahead.extend(new)
+    for _ in range(min(len(new), cores())):
+        threading.Thread(target=_help, name="moeblaze_cupy compiles").start()
+    return bool(new)
+
+
+def _help() -> None:
+    """Compiles until nothing is left, or the program ends."""
+    capture.allow_unsafe_calls()
+    while threading.main_thread().is_alive():
+        try:
+            device, module = _ahead.popleft()
+        except IndexError:
+            return
+        if not module.lock.locked():
+            with contextlib.suppress(Exception):  # the launch that needs it raises it
+                bind_context(device)
+                module.on(device)
 
 
 class _Thread(threading.local):
@@ -191,7 +270,7 @@ class _Kernel:
     def __init__(self, device: int, variant: Variant) -> None:
         self.compute_capability = device_limits(device).compute_capability  # raises for a GPU that is too old
         self.name = variant.name
-        self.function = _module(variant.source, variant.macros).get_function(variant.entry)
+        self.function = _module(variant).on(device).get_function(variant.entry)
         self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
         self.pointer = self.loaded.ptr
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
@@ -225,9 +304,12 @@ class _Kernel:
 def kernel(device: int, variant: Variant, shared_bytes: int = 0) -> _Kernel:
     """The launchable kernel on a device (which must be current), compiled at first use."""
     found = _kernels.get((device, variant))
-    if found is None or found.shared_bytes < shared_bytes:
+    if found is None:
+        made = _Kernel(device, variant)  # not under the lock: other threads compile other kernels meanwhile
         with _lock:
-            found = _kernels.get((device, variant)) or _kernels.setdefault((device, variant), _Kernel(device, variant))
+            found = _kernels.setdefault((device, variant), made)
+    if found.shared_bytes < shared_bytes:
+        with _lock:
             found.allow(shared_bytes)
     return found
 
@@ -254,6 +336,5 @@ def is_capturing(stream: int) -> bool:
 def precompile(variant: Variant) -> float:
     """Compiles one variant for the current device, or takes it from the disk cache; returns the seconds it took."""
     start = time.perf_counter()
-    import_cupy()
-    _module(variant.source, variant.macros).compile()
+    _module(variant).on(import_cupy().cuda.runtime.getDevice())
     return time.perf_counter() - start

@@ -9,9 +9,9 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -189,6 +189,22 @@ class Runtime:
         if bound is None:
             bound = launch.bound[self.device] = _Bound(self.device, launch)
         bound.run(self.stream, values)
+
+
+def launches_in(steps: Any) -> Iterator[Launch]:
+    """The launches among the fields of what an operation was configured to, in their order."""
+    if isinstance(steps, Launch):
+        yield steps
+    elif isinstance(steps, tuple):
+        for part in steps:
+            yield from launches_in(part)
+    elif is_dataclass(steps):
+        yield from launches_in(tuple(vars(steps).values()))
+
+
+def compile_ahead(device: int, steps: Any) -> bool:
+    """Has other threads compile the kernels of an operation; False if all are compiled."""
+    return loader.compile_ahead(device, (launch.variant for launch in launches_in(steps)))
 
 
 def current_device(device: int) -> AbstractContextManager[Any]:

@@ -8,12 +8,14 @@ from moeblaze_cupy import checks, reference
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.calls import Call, Lookup, exported, graph_break, keep
 from moeblaze_cupy.checks import named_pair
+from moeblaze_cupy.cuda import runtime
 from moeblaze_cupy.cuda.runtime import Record, Runtime, current_device
 from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.frameworks import Buffer, DeviceFramework, Export
+from moeblaze_cupy.layer import backward
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.quantised import scratch
@@ -225,6 +227,8 @@ def forward(
         to, layouts = extras_given.destination, [array and array.layout for array in described[:_LAYER]]
         form = layer_arrays(layouts), options, call.limits, not fp8_arrays, to and to.place
         record = look.keep_described(experts.configure_forward(*form), call, described)
+        if call.compiles and options.save is not None and not to:
+            runtime.compile_ahead(call.device, backward.configure_after(record.plan, form[0], call.limits))
     with current_device(record.device):
         return _launched_forward(look, record, extras)
 

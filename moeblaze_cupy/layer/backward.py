@@ -15,16 +15,34 @@ from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
 from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.fp8 import saved as saved_fp8
-from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout
+from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout, packed
 from moeblaze_cupy.gemm import biases, panels, square_tiles
 from moeblaze_cupy.gemm import products as grouped_gemm
 from moeblaze_cupy.gemm.biases import Bias, BiasBwd
 from moeblaze_cupy.gemm.panels import Panels
 from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, Operand, Product, Rows, Weight, Wgrad
-from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras, Shape, half_columns, identity_rows, rows_of_slots
+from moeblaze_cupy.layer.forward import (
+    PLAIN_PASS,
+    Forward,
+    PassExtras,
+    Shape,
+    half_columns,
+    identity_rows,
+    rows_of_slots,
+)
 from moeblaze_cupy.layer.weight_gradients import gradient_memory, up_columns
 from moeblaze_cupy.rows import aggregation, push
-from moeblaze_cupy.types import BackwardArrays, BackwardOptions, Gradients, LayerOptions, SavedForBackward, is_consumed
+from moeblaze_cupy.types import (
+    BIASES,
+    GRADIENTS,
+    BackwardArrays,
+    BackwardOptions,
+    Gradients,
+    LayerArrays,
+    LayerOptions,
+    SavedForBackward,
+    is_consumed,
+)
 
 Accumulated = tuple[tuple[str, tuple[Layout, ...]], ...]  # by name, the buffers that gradients are added to
 
@@ -193,6 +211,25 @@ def configure_backward(
         square_tiles=square_tiles.configure(index) if any(step and step.square for step in in_tiles) else None,
         **fields,
     )
+
+
+def configure_after(
+    forward: Forward, layer: LayerArrays, limits: DeviceLimits, accumulate: Accumulated = ()
+) -> Backward:
+    """The backward that follows a forward, for all gradients, of packed memory.
+
+    layer: the layouts that the forward was configured with. accumulate: as of `configure_backward`.
+    """
+    options, index, device = forward.options, forward.dispatch.index, layer.x.device
+    biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
+    arrays = BackwardArrays(
+        packed(forward.out, forward.dtype, device),
+        layer._replace(ids=None, token_offsets=None),
+        packed((index.size,), "int32", device),
+        forward.first_layer and packed(forward.first_layer, forward.first_layer_dtype, device),
+        packed(forward.y_swi, forward.dtype, device) if forward.keeps_y_swi else None,
+    )
+    return configure_backward(arrays, options, BackwardOptions((*GRADIENTS, *biases)), accumulate, limits, index)
 
 
 def _bias_launches(

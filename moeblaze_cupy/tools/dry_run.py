@@ -13,12 +13,12 @@ from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.cuda.runtime import Launch, Runtime
 from moeblaze_cupy.fp8 import operands as fp8
-from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout, in_memory
+from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout, in_memory, packed
 from moeblaze_cupy.layer import backward
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PassExtras
 from moeblaze_cupy.tools.memory import LayerShape
-from moeblaze_cupy.types import BIASES, GRADIENTS, BackwardArrays, BackwardOptions, LayerArrays
+from moeblaze_cupy.types import BackwardArrays, LayerArrays
 
 GAP = 1 << 12  # bytes between buffers
 FIRST_ADDRESS = 1 << 60  # of buffers: far from the addresses that inputs are given
@@ -203,19 +203,19 @@ def layer(
     are added to a caller's buffers take no memory. Raises ValueError for more experts than the GPU's shared memory has
     room for.
     """
-    x, options = _rows((s.L, s.d), s.dtype), s.of_layer(save)
+    x, options = packed((s.L, s.d), s.dtype), s.of_layer(save)
     slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
     w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
     arrays = LayerArrays(
         x,
-        _rows(slots_shape, "int64" if s.ids_are_int64 else "int32"),
-        _rows(slots_shape, s.weights_dtype) if s.has_weights else None,
+        packed(slots_shape, "int64" if s.ids_are_int64 else "int32"),
+        packed(slots_shape, s.weights_dtype) if s.has_weights else None,
         w1,
         None,
         w2,
-        b1_gate=_rows((s.E, s.g * s.h), s.bias) if s.bias and not options.on_input else None,
-        b2=_rows((s.E, s.d), s.bias) if s.bias else None,
-        token_offsets=_rows((s.L + 1,), "int32") if s.ragged else None,
+        b1_gate=packed((s.E, s.g * s.h), s.bias) if s.bias and not options.on_input else None,
+        b2=packed((s.E, s.d), s.bias) if s.bias else None,
+        token_offsets=packed((s.L + 1,), "int32") if s.ragged else None,
     )
     forward_steps = experts.configure_forward(arrays, options, limits)
     run, weights_fp8 = Recorder(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
@@ -229,24 +229,10 @@ def layer(
     x_bytes = s.L * s.d * s.b
     if save is None:
         return DryRun((forward,), x_bytes)
-    first_layer = _rows((s.R, s.g * s.h), s.dtype) if result.first_layer else None
-    if save == "fp8":
-        first_layer = _rows((launch_config.saved_fp8(s.R, s.h, s.g).nbytes,), "uint8")
-    y_swi = _rows((s.R, s.h), s.dtype) if result.y_swi else None
-    grad_out = _rows((*slots_shape, s.d), s.dtype) if options.unreduced else x
     sums: dict[str, tuple[Layout, ...]] = {}
     if accumulate:
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
-    biases = (name for name, given in zip(BIASES, (arrays.b1_gate, arrays.b2), strict=True) if given)
-    index = forward_steps.dispatch.index
-    backward_steps = backward.configure_backward(
-        BackwardArrays(grad_out, arrays, None, first_layer, y_swi),
-        options,
-        BackwardOptions((*GRADIENTS, *biases)),
-        tuple(sums.items()),
-        limits,
-        index,
-    )
+    backward_steps = backward.configure_after(forward_steps, arrays, limits, tuple(sums.items()))
     run = Recorder()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     totals: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
@@ -255,11 +241,6 @@ def layer(
     gradients = backward.moe_backward(run, backward_steps, saved, totals, read, extras).gradients
     named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
     return DryRun((forward, Pass("backward", run, _present(named))), x_bytes)
-
-
-def _rows(shape: tuple[int, ...], dtype: str) -> Layout:
-    """Of a packed array."""
-    return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype, 0)
 
 
 def _weight(s: LayerShape, rows: int, columns: int, dtype: str) -> Layout:

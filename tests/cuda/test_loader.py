@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -314,29 +315,36 @@ def sources(tmp_path, monkeypatch):
     loader.source_digest.cache_clear()
 
 
-def fresh_digest():
+def fresh_digests():
     loader.source_digest.cache_clear()
-    return loader.source_digest()
+    return {source: loader.source_digest(source) for source in loader.sources()}
 
 
-def test_digest_follows_every_source_and_header(sources):
-    before = {fresh_digest()}
-    names = sorted(path.name for path in sources.rglob("*") if path.suffix in (".cu", ".cuh"))
-    assert {"common.cuh", "dispatch.cu", "gemm_core_sm80.cuh"} <= set(names)
-    for name in names:
-        with open(next(sources.rglob(name)), "a") as file:
+def test_a_digest_follows_a_source_and_what_it_includes(sources):
+    """And nothing else, so that a change compiles no other kernels anew."""
+    paths = {path.name: path for path in sources.rglob("*") if path.suffix in (".cu", ".cuh")}
+    including = {
+        name: set(re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE)) for name, path in paths.items()
+    }
+
+    def reaches(name, changed):
+        return name == changed or any(reaches(other, changed) for other in including[name])
+
+    before = fresh_digests()
+    for changed, path in paths.items():
+        with open(path, "a") as file:
             file.write("//\n")
-        assert fresh_digest() not in before
-        before.add(fresh_digest())
-    (sources / "common" / "common.cuh").rename(sources / "common" / "renamed.cuh")
-    assert fresh_digest() not in before
+        after = fresh_digests()
+        assert {name for name in before if after[name] != before[name]} == {n for n in before if reaches(n, changed)}
+        before = after
+    assert all(any(reaches(name, header) for name in before) for header in paths)
 
 
-def test_digest_ignores_other_files(sources):
-    before = fresh_digest()
+def test_digests_ignore_other_files(sources):
+    before = fresh_digests()
     (sources / "notes.txt").write_text("?")
     (sources / "__init__.py").write_text("x = 1")
-    assert fresh_digest() == before
+    assert fresh_digests() == before
 
 
 def test_options_name_the_sources_and_the_constants(sources):
@@ -344,11 +352,11 @@ def test_options_name_the_sources_and_the_constants(sources):
     options = loader.options(variant)
     folders = sorted({source.parent for source in sources.glob("*/*.cu*")})
     assert [o for o in options if o.startswith("-I")] == [f"-I{folder}" for folder in folders]
-    assert f"-DSOURCE_DIGEST=0x{loader.source_digest()}" in options
+    assert f"-DSOURCE_DIGEST=0x{loader.source_digest(variant.source)}" in options
     assert {f"-D{name}={value}" for name, value in variant.macros} <= set(options)
     with open(sources / "common" / "common.cuh", "a") as file:
         file.write("//\n")
-    fresh_digest()
+    fresh_digests()
     assert loader.options(variant) != options  # CuPy's cache does not look into headers
 
 
@@ -429,13 +437,18 @@ def cupy(monkeypatch):
         deviceGetAttribute=lambda number, device: attributes[number],
     )
     fake = SimpleNamespace(
-        cuda=SimpleNamespace(runtime=runtime, driver=FakeDriver()), RawModule=FakeModule, device=0, bound=bound
+        cuda=SimpleNamespace(runtime=runtime, driver=FakeDriver(), nvrtc=SimpleNamespace(getVersion=lambda: (12, 9))),
+        RawModule=FakeModule,
+        device=0,
+        bound=bound,
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_thread", loader._Thread())
     monkeypatch.setattr(FakeModule, "made", [])
-    caches = (loader._module, loader._device_limits)
+    monkeypatch.setattr(loader, "_modules", {})
+    monkeypatch.setattr(loader, "_ahead", deque())
+    caches = (loader._device_limits,)
     for cache in caches:
         cache.cache_clear()
     yield fake
@@ -456,9 +469,10 @@ def test_entries_of_one_source_share_a_module(cupy):
     loader.kernel(0, WEIGHTS)
     (module,) = FakeModule.made
     text = (Path(loader.source_folder()) / "rows" / "aggregation.cu").read_text()
-    assert f'\n#line 1 "aggregation.cu"\n{text}' in module.code
-    assert module.code == loader.source(WEIGHTS)
-    assert module.options == loader.options(WEIGHTS)
+    assert f'#line 1 "aggregation.cu"\n{text}' in module.code and module.code.endswith(loader.source(WEIGHTS))
+    assert set(module.options) < set(loader.options(WEIGHTS))
+    for option in set(loader.options(WEIGHTS)) - set(module.options):  # for each list of options CuPy compiles a file
+        assert f"#define {option.removeprefix('-D').replace('=', ' ')}\n" in module.code
 
 
 def test_shared_memory_of_a_kernel_only_grows(cupy):
@@ -530,6 +544,95 @@ def test_precompile_compiles_once_per_module(cupy):
     assert loader.precompile(WEIGHTS) >= 0
     loader.kernel(0, WEIGHTS)
     assert [module.compiled for module in FakeModule.made] == [1]
+
+
+@pytest.mark.parametrize(("version", "splits"), [((12, 9), False), ((13, 0), True)])
+def test_many_entries_are_compiled_in_threads_where_nvrtc_can(cupy, version, splits):
+    cupy.cuda.nvrtc.getVersion = lambda: version
+    product = gemm_variant("down_fwd", dtype="bfloat16", activation="swiglu", transposed=False, aligned=True)
+    for variant in (WEIGHTS, product):
+        loader.kernel(0, variant)
+    assert [loader.SPLIT_COMPILE in module.options for module in FakeModule.made] == [splits, False]
+
+
+HELPED = [Variant(source, "") for source in ("dispatch.cu", "aggregation.cu", "slots.cu", "clear.cu")]
+
+
+def test_kernels_are_compiled_ahead_by_other_threads(cupy, monkeypatch):
+    """Each once, for the device that was asked for. A launch waits for what a thread compiles."""
+    begun, go_on, threads = threading.Event(), threading.Event(), set()
+
+    def compile_it(module):
+        threads.add(threading.get_ident())
+        begun.set()
+        assert go_on.wait(60)
+        module.compiled += 1
+
+    monkeypatch.setattr(FakeModule, "compile", compile_it)
+    monkeypatch.setattr(loader, "cores", lambda: 2)
+    cupy.device = 1
+    assert loader.compile_ahead(1, HELPED) is True
+    assert begun.wait(60)
+    waiting = threading.Thread(target=loader.kernel, args=(1, Variant("dispatch.cu", "dispatch_route_int32")))
+    waiting.start()
+    go_on.set()
+    waiting.join(60)
+    for thread in threading.enumerate():
+        if thread.name.startswith("moeblaze_cupy"):
+            thread.join(60)
+    assert [module.compiled for module in FakeModule.made] == [1] * len(HELPED)
+    assert {device for _, device in cupy.bound} == {1} and threading.get_ident() not in threads
+    assert loader.compile_ahead(1, HELPED) is False
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute", "fp8", None])
+def test_a_forward_asks_for_its_kernels_and_those_of_its_backward(monkeypatch, save, tier):
+    """Once: as long as all are compiled, no further call asks for those of a backward."""
+    device = use(monkeypatch, dataclasses.replace(launch_config.H200, tier=tier))
+    asked, are_new = [], [True]
+    monkeypatch.setattr(loader, "compile_ahead", lambda device, variants: asked.append(list(variants)) or are_new[0])
+    layer = Layer(700, 2, 4, 64, 32, "transposed", save=save, dtype=np.float16)
+    _, saved = layer.forward(device)
+    assert len(asked) == (1 if save is None else 2)
+    if save is not None:
+        layer.backward(device, saved)
+        assert asked[2] == asked[1]  # what the forward expected of it
+    assert {variant for variants in asked for variant in variants} >= {variant for variant, *_ in launches(device)}
+    asked.clear()
+    are_new[0] = False
+    dataclasses.replace(layer, L=300).forward(device)
+    assert len(asked) == 1
+    runtime.forget()
+
+
+def test_an_error_comes_where_the_kernel_is_launched(cupy, monkeypatch):
+    def fail(module):
+        raise RuntimeError("nvrtc: error: invalid architecture")
+
+    monkeypatch.setattr(FakeModule, "compile", fail)
+    assert loader.compile_ahead(0, HELPED)
+    for thread in threading.enumerate():
+        if thread.name.startswith("moeblaze_cupy"):
+            thread.join(60)
+    with pytest.raises(RuntimeError, match="invalid architecture"):
+        loader.kernel(0, Variant("dispatch.cu", "dispatch_route_int32"))
+
+
+def test_a_program_that_ends_compiles_nothing_more():
+    code = """
+import threading, time
+from moeblaze_cupy.cuda import capture, loader
+loader.bind_context = lambda device: None
+class Module:
+    devices, lock = (), threading.Lock()
+    def on(self, device): print("compiles", flush=True); time.sleep(0.5)
+modules = [Module() for _ in range(3)]
+loader.cores, loader._module = (lambda: 1), (lambda number: modules[number])
+loader.compile_ahead(0, range(3))
+time.sleep(0.2)
+"""
+    assert run_python(code) == "compiles\n"
 
 
 def run_python(code, **environment):

@@ -98,9 +98,12 @@ class Module:
     def __init__(self, device, code: str, options: tuple):
         self.device = device
         self.source = re.search(r'^#line 1 "(\w+\.cu)"\n', code, re.MULTILINE)[1]
-        macros = (option[2:].split("=") for option in options if option.startswith("-D"))
-        self.macros = tuple((name, value) for name, value in macros)
-        self.compiled = _compiled(self.source, code, self.macros)
+        defines, pragma, rest = code.partition("#pragma")
+        self.macros = tuple(re.findall(r"^#define (\w+) (.*)$", defines, re.MULTILINE))
+        self.compiled = _compiled(self.source, pragma + rest, self.macros)
+
+    def compile(self):
+        """Its result is asked for at the launches."""
 
     def get_function(self, name: str):
         return Function(self, name)
@@ -195,6 +198,7 @@ class Device:
             Device=lambda number: nullcontext(),
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream),
             driver=SimpleNamespace(launchKernel=self.launch),
+            nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
             runtime=SimpleNamespace(
                 getDevice=lambda: 0,
                 setDevice=lambda number: None,
@@ -220,12 +224,14 @@ def encoded_map(pointer, tensor):
 @contextmanager
 def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0, tier: str = "sm80", clusters_at_once: int = 1):
     device = Device(limits, seed, clusters_at_once)
-    caches = (loader._module, loader._device_limits)
+    caches = (loader._device_limits,)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", device.cupy())
         patch.setenv("MOEBLAZE_TIER", tier)
         patch.setattr(tensor_map, "encode", encoded_map)
         patch.setattr(loader, "_kernels", {})
+        patch.setattr(loader, "_modules", {})
+        patch.setattr(loader, "compile_ahead", lambda device, variants: False)
         for cache in caches:
             cache.cache_clear()
         runtime.forget()

@@ -1,0 +1,15 @@
+"""Captures of CUDA graphs, through ctypes (CuPy has no binding): threads whose calls do not end those of others."""
+
+import ctypes
+
+_RELAXED = 2  # a CUstreamCaptureMode
+
+
+def allow_unsafe_calls() -> None:
+    """Lets this thread load kernels while another captures a graph. By default that would make the capture invalid."""
+    mode = ctypes.c_int(_RELAXED)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # without a driver nothing is captured, and the thread finds it out
+        return
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
