@@ -6,6 +6,7 @@ import os
 import sys
 
 from moeblaze_cupy import __version__
+from moeblaze_cupy.lora.checks import MAX_RANK
 from moeblaze_cupy.tools.command import integer, run_guarded
 from moeblaze_cupy.types import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
 
@@ -34,6 +35,9 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--gate-up", choices=GATE_UP, default="halves", help="order of w1's columns (%(default)s)")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the products (%(default)s)")
+    parser.add_argument(
+        "--lora-rank", type=integer(1, MAX_RANK), metavar="R", help="rank of factors beside both weights"
+    )
     parser.add_argument("--bias", choices=BIAS_DTYPES, help="biases, in the weights' dtype or float32 (none)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
     parser.add_argument(

@@ -364,7 +364,7 @@ def _alike(function: str, argument: str, gate: Array, up: Array) -> None:
 
 def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...], present: tuple[str, ...]) -> None:
     """present: of what the layer has gradients."""
-    names = tuple(name for name in present if name not in ("x", "weights"))
+    names = tuple(name for name in present if name not in ("x", "weights", "lora"))
     if not isinstance(accumulate, Mapping):
         *first, last = map(repr, names)
         wanted = f"a mapping from {', '.join(first)} and {last} to arrays"

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -65,10 +65,13 @@ SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity", "relu")
 SHARES = ("softmax", "sigmoid", "sqrt_softplus")  # scores that a token's shares of all experts can be made of
 SUMS = (*SHARES, "z", "entropy")
 GRADIENTS = ("x", "weights", "w1", "w2")
+FIRST_LAYER_GRADIENTS = frozenset(("x", "w1", "b1", "lora"))  # that come from the gradient of the first layer
+Y_SWI_GRADIENTS = frozenset(("w2", "lora"))  # that come from y_swi times the router weights
 WEIGHTS_ON = ("output", "input")
 WEIGHT_FORMATS = ("mxfp4", "nf4", "e4m3", "int8")
 NO_EXPERT, IDENTITY = -1, -2  # in token_index_map, of slots that have no row
 BIASES = ("b1", "b2")
+FACTORS = ("a1", "b1", "a2", "b2")  # of Lora
 
 
 class Activation:
@@ -158,6 +161,45 @@ def activation_of(activation: str | Activation) -> Activation:
 def is_gated(activation: str | Activation) -> bool:
     """True where the first layer has a gate and an up half: y = V(x w_gate) * M(x w_up)."""
     return (activation.name if isinstance(activation, Activation) else activation) in GATED_ACTIVATIONS
+
+
+class Lora(NamedTuple):
+    """Low-rank factors beside the experts' weights: expert e has w1[e] + scale1 (b1[e] a1[e])^T and likewise w2[e].
+
+    Either pair may be None. The pairs may have different ranks r, from 1 to 256. Factors have x's dtype or float32, and
+    any memory order; the kernels read them rounded to x's dtype. An a1 or a2 without the dimension E is shared by all
+    experts. Of `Gradients` the scales are None.
+    """
+
+    a1: Any = None  #: (E, r, d) or (r, d)
+    b1: Any = None  #: (E, 2h, r), or (E, h, r) without a gate, rows in the order of w1's columns
+    a2: Any = None  #: (E, r, h) or (r, h)
+    b2: Any = None  #: (E, d, r)
+    scale1: Any = 1.0
+    scale2: Any = 1.0
+
+    @property
+    def factors(self) -> tuple[Any, Any, Any, Any]:
+        """All but the scales."""
+        return self.a1, self.b1, self.a2, self.b2
+
+    @property
+    def scales(self) -> tuple[Any, Any]:
+        return self.scale1, self.scale2
+
+    def with_factors(self, factors: Iterable[Any]) -> "Lora":
+        """The same scales with these, in the order of `factors`."""
+        return self._replace(**dict(zip(FACTORS, factors, strict=True)))
+
+
+class LoraRows(NamedTuple):
+    """The products of the experts' rows with the first factors, times the scales, in expert order; None without one."""
+
+    u1: Any = None  #: (R, r): of x and a1
+    u2: Any = None  #: (R, r): of y = V(a) * M(b) and a2
+
+
+NO_LORA_ROWS = LoraRows()
 
 
 class LayerOptions(NamedTuple):
@@ -401,7 +443,12 @@ class BackwardOptions(NamedTuple):
     @property
     def first_layer(self) -> bool:
         """Whether the gradient of the first layer is needed."""
-        return not {"x", "w1", "b1"}.isdisjoint(self.needs)
+        return not FIRST_LAYER_GRADIENTS.isdisjoint(self.needs)
+
+    @property
+    def weighted_y_swi(self) -> bool:
+        """Whether y_swi times the router weights is needed."""
+        return not Y_SWI_GRADIENTS.isdisjoint(self.needs)
 
 
 def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], keep_saved: bool) -> bool:
@@ -411,8 +458,8 @@ def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], 
     has_first_layer: and it is not in e4m3, where its gradient has no room.
     The CPU overwrites nothing, but counts the same backwards, so that code that runs there runs on CUDA too.
     """
-    overwrites_first_layer = has_first_layer and not {"x", "w1", "b1"}.isdisjoint(needs)
-    return not keep_saved and (overwrites_first_layer or (has_y_swi and "w2" in needs))
+    overwrites_first_layer = has_first_layer and not FIRST_LAYER_GRADIENTS.isdisjoint(needs)
+    return not keep_saved and (overwrites_first_layer or (has_y_swi and not Y_SWI_GRADIENTS.isdisjoint(needs)))
 
 
 @dataclass(eq=False)
@@ -517,6 +564,8 @@ class SavedForBackward:
     consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
     fp8_weights: Fp8Weights | None = None  #: what precision="fp8" multiplies with
     x_scales: Any = None  #: (L,) float32 where x is in e4m3, as of `Fp8Rows`; else None
+    lora: Lora | None = None  #: the caller's factors
+    lora_rows: LoraRows = NO_LORA_ROWS  #: none of a recomputed first layer
     decoded_by: int = 0  #: the number of this forward where it has decoded `QuantizedWeight`; else 0
 
     @property
@@ -567,13 +616,18 @@ class SavedForBackward:
         frozen = [isinstance(weight, QuantizedWeight) for weight in (self.arrays.w1_gate, self.arrays.w2)]
         if any(frozen):
             gradients = (*GRADIENTS[:2], *itertools.compress(GRADIENTS[2:], map(operator.not_, frozen)))
-        if self.arrays.b1_gate is None and self.arrays.b2 is None:
+        if self.arrays.b1_gate is None and self.arrays.b2 is None and self.lora is None:
             return gradients
-        return (*gradients, *(name for name in BIASES if getattr(self, name) is not None))
+        return (*gradients, *(name for name in (*BIASES, "lora") if getattr(self, name) is not None))
+
+    @property
+    def default_gradients(self) -> tuple[str, ...]:
+        """The names of those that a backward computes unless it is told: with factors, nothing of what they adapt."""
+        return self.gradients if self.lora is None else ("x", "weights", "lora")
 
     @property
     def nbytes(self) -> int:
-        return self.index.nbytes + nbytes(self.first_layer) + nbytes(self.y_swi)
+        return self.index.nbytes + sum(map(nbytes, (self.first_layer, self.y_swi, *self.lora_rows)))
 
 
 @dataclass(eq=False)
@@ -617,6 +671,7 @@ class Gradients:
     w2: Any = None  #: (E, h, d)
     b1: Any = None  #: as b1: one array, or a pair
     b2: Any = None  #: (E, d)
+    lora: Lora | None = None  #: of the factors, in their shapes and dtypes, C-contiguous
 
     def __iter__(self) -> Iterator[Any]:
         return (getattr(self, name) for name in GRADIENTS)

@@ -38,7 +38,7 @@ LEVELS = [
     ["rows"],
     ["gemm"],
     ["fp8"],
-    ["quantised"],
+    ["lora", "quantised"],
     ["layer"],
     ["selection"],
     ["router"],
@@ -262,9 +262,18 @@ def test_docstrings_name_every_argument_and_what_is_raised(name):
     assert "Raises" in docstring
 
 
-# Functions that mirror the public API, or in gemm/variants.py the constants of a kernel, may have more parameters.
+# Functions that mirror the public API, or the constants of kernels, may have more parameters.
 MIRROR = {
-    *("moe_forward", "route", "route_backward", "moe", "expert_parallel_moe", "MoE.__init__", "gemm_variant"),
+    *(
+        "moe_forward",
+        "route",
+        "route_backward",
+        "moe",
+        "expert_parallel_moe",
+        "MoE.__init__",
+        "gemm_variant",
+        "variants",
+    ),
 }
 
 

@@ -506,13 +506,13 @@ class MoE(torch.nn.Module):
         if not hold:
             self._fp8.release()
             return None
-        parameters = self.w1_storage, self.w2_storage
-        if parameters[0] is None or parameters[1] is None:
+        of_w1, of_w2 = self.w1_storage, self.w2_storage
+        if of_w1 is None or of_w2 is None:
             expected = "experts in floats"
             raise RuntimeError(f"MoE: quantize_weights: expected {expected}, got expert_format={self.expert_format!r}")
         torch_fp8.refuse_parts("MoE: quantize_weights", self._sharded)
-        w1, w2 = parameters[0].transpose(1, 2), parameters[1].transpose(1, 2)
-        made: Fp8Weights | None = self._fp8.hold(self, parameters, w1, w2, self.gate_up)
+        w1, w2 = of_w1.transpose(1, 2), of_w2.transpose(1, 2)
+        made: Fp8Weights | None = self._fp8.hold(self, (of_w1, of_w2), w1, w2, self.gate_up)
         return made
 
     @property

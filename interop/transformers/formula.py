@@ -182,12 +182,15 @@ def formula_of(module: Any, activation: str = "") -> Formula:
     by the module itself, too.
     """
     gate = _gate_of(module, activation)
+    formula: Formula
     for number, reads in enumerate(_reads_of(gate)):
         if _holds(module, reads):
-            return _found(gate, number)
+            formula = _found(gate, number)
+            return formula
     if torch.compiler.is_compiling():
         _holds(module, _reads_at(id(module), activation))  # for the guards
-        return _formula_at(id(module), activation)
+        formula = _formula_at(id(module), activation)
+        return formula
     formula = _formula(module, gate)
     if _holds(module, formula.reads):
         _FOUND[gate] = (*_FOUND.get(gate, ()), formula)

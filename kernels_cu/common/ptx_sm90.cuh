@@ -215,6 +215,26 @@ WGMMA_OF(wgmma_bf16, "bf16.bf16")
 WGMMA_OF(wgmma_fp16, "f16.f16")
 #undef WGMMA_OF
 
+// d += a * b, where a is a fragment of mma.m16n8k16 of the warp's 16 rows. It must stay as it is until the product is done.
+#define WGMMA_OF(NAME, TYPES)                                                                   \
+    template <int B_TRANSPOSED>                                                                 \
+    __device__ __forceinline__ void NAME(float (&d)[32][4], const unsigned (&a)[4], uint64 b) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPES " {" REGISTERS_128    \
+                     "}, {%128, %129, %130, %131}, %132, 1, 1, 1, %133;\n"                      \
+                     : FRAGMENTS_32                                                             \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_TRANSPOSED));  \
+    }                                                                                           \
+    template <int B_TRANSPOSED>                                                                 \
+    __device__ __forceinline__ void NAME(float (&d)[24][4], const unsigned (&a)[4], uint64 b) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPES " {" REGISTERS_96     \
+                     "}, {%96, %97, %98, %99}, %100, 1, 1, 1, %101;\n"                          \
+                     : FRAGMENTS_24                                                             \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_TRANSPOSED));  \
+    }
+WGMMA_OF(wgmma_bf16, "bf16.bf16")
+WGMMA_OF(wgmma_fp16, "f16.f16")
+#undef WGMMA_OF
+
 // The same of e4m3, over k = 32. Both operands are contiguous along K: these products know no other.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {

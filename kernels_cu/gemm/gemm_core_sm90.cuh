@@ -71,9 +71,10 @@ struct EpilogueBase {
 // Before each k-step but the first the warp works on its epilogue rows that are due by then: they are spread evenly over the
 // k-steps. It tests before these rows whether the stage is full, so that they hide the latency of the test. `steps` and
 // `active` come from uniform(), which keeps the loop in uniform registers.
-template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, int CTAS, class Epilogue>
+// beside: what issues products of operands that no stage holds, after those of all stages; or nothing.
+template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, int CTAS, class Epilogue, class... Beside>
 __device__ __forceinline__ void main_loop(float (&acc)[FRAGMENTS][4], int steps, bool active, PipelineState& state,
-                                          const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue) {
+                                          const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue, const Beside&... beside) {
     // `share` rows become due with each k-step, in units of 1 / ONE_ROW. With more than FEW_STEPS k-steps most have no row.
     constexpr int ONE_ROW = 1 << 16;
     constexpr int FEW_STEPS = 64;
@@ -122,6 +123,8 @@ __device__ __forceinline__ void main_loop(float (&acc)[FRAGMENTS][4], int steps,
         previous = state.stage;
         state.advance();
     }
+    if constexpr (sizeof...(Beside) > 0)
+        if (steps > 0) (beside.multiply(acc, active), ...);
     while (epilogue.done < epilogue.rows) epilogue.next();
     epilogue.end();
     wgmma_wait<0>();

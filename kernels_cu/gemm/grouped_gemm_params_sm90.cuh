@@ -16,6 +16,13 @@ struct GroupedGemmParams {
 #endif
     TensorMap b0, b1;  // operand, in: (k, n, expert) with B_K_CONTIGUOUS in boxes of BK x 128 x 1, else
                        // (n, k, expert) in boxes of 64 x 64 x 1; gate and up, or K segments 0 and 1
+#if LORA_STAGES
+    TensorMap lora_rows;  // (ranks, R, 1) element, in, boxes of BK x BM x 1
+#endif
+#if LORA
+    TensorMap lora0, lora1;  // element, in, as b0 and b1, where k are the ranks; gate and up, else lora0 alone. With
+                             // LORA_IN_SPARE (n, 16, expert) in boxes of 64 x 16 x 1
+#endif
 #if GATHER
     const operand* a;  // (L, lda) operand, in: rows of tokens
 #endif
@@ -38,7 +45,10 @@ struct GroupedGemmParams {
     float* partial_sums;              // (column tiles, num_slots) fp32, out of down_bwd: row sums over each tile's columns;
                                       // null: not wanted
     const int* token_index_map;       // (L,) int32, in: read by StoreTokenRows, below 0 for tokens without an expert
-    int* tile_counter;                // (1,) int32, in and out: of the dynamic schedule, 0 at launch; null: static schedule
+#if LORA_IN_SPARE
+    const element* lora_rows;  // (R, 16) element, in
+#endif
+    int* tile_counter;  // (1,) int32, in and out: of the dynamic schedule, 0 at launch; null: static schedule
 #if FP8
     const float* a_scales;    // fp32, in. GATHER: (L,), one per token. Else (k-steps, scales_ld), one per row and k-step
     const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: one for the expert's weight, or one for gate and one for up
@@ -69,6 +79,9 @@ struct GroupedGemmParams {
 #endif
     int columns, depth;  // N, K
     int num_slots;       // L*k, or max_slots if that bounds the rows. StoreTokenRows: L
+#if LORA_STAGES
+    int lora_steps;  // k-steps of the ranks
+#endif
 #if PUSHES
     int rows_per_peer;  // tokens of each GPU; L is P times as many
 #endif

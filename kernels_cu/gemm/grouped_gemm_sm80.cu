@@ -10,7 +10,8 @@
 //
 // up_bwd of a gated layer sums over gate's columns, then over up's: these are its two K segments. With BIASED up_fwd and
 // down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of first_layer are gate 0,
-// up 0, gate 1, up 1, ...; up_bwd then has one K segment.
+// up 0, gate 1, up 1, ...; up_bwd then has one K segment. With LORA the sums begin with the products of lora_rows, of
+// lora_rows.cu, and of the expert's low-rank factor.
 //
 // With WEIGHTS_ON_INPUT the input of an expert is w * x, where w is the row's router weight. As (w * x) w1 = w * (x w1),
 // first_layer stays unscaled, and y_swi = V(w * a) * M(w * b). With g and u the gradients of w * a and w * b, first_layer_grad
@@ -45,16 +46,27 @@ struct GroupedGemmParams {
                                       // with WEIGHTS_ON_INPUT
     float* partial_sums;              // (column tiles, num_slots) fp32, out of ACTIVATE_BWD: the row sums over each tile's
                                       // columns; null: not wanted
+#if LORA
+    const element* lora_rows;      // (R, ranks) element, in
+    const element *lora0, *lora1;  // (E, ranks, columns of B) element, in, in B's memory order; ACTIVATE of a gated layer:
+                                   // gate's and up's, else lora0 alone
+#endif
 #if BIASED
     const BIAS *bias0, *bias1;  // (E, N) BIAS, in. ACTIVATE of a gated layer: gate's and up's, or with INTERLEAVED bias0 alone,
                                 // (E, 2N). STORE: bias0 alone
 #endif
     int64 lda, expert_stride, ldb;  // in elements
+#if LORA
+    int64 lora_stride, lora_ld;  // as expert_stride and ldb, of lora0 and lora1
+#endif
 #if BIASED
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif
-    int columns, depth;   // N, K
-    int num_slots;        // L*k, or max_slots if that bounds the rows
+    int columns, depth;  // N, K
+    int num_slots;       // L*k, or max_slots if that bounds the rows
+#if LORA
+    int ranks;  // a multiple of 16
+#endif
     ACTIVATION_CONSTANTS  // for ACTIVATE and ACTIVATE_BWD
 };
 
@@ -94,22 +106,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 
     const Rows a_matrix(p.a, p.lda), gate(p.b0 + expert * p.expert_stride, p.ldb), up(p.b1 + expert * p.expert_stride, p.ldb);
     const int steps_per_segment = (K + BK - 1) / BK;
+    auto copy_b = [&](int stage, int i, const Rows& b, int k0, int chunk_k, int depth) {
+        if (B_K_CONTIGUOUS) {
+            const int n = b_n0 + threadIdx.x / 8 + (SPLIT ? (16 * i) % 64 : 16 * i);
+            copy_chunk(stage + OPERAND_BYTES, i, b.at(min(n, b_columns - 1), chunk_k), depth - chunk_k);
+        } else {
+            const int row = k0 + threadIdx.x / 8 + (16 * i) % BK;
+            const int column = b_n0 + (16 * i / BK * LINE) % (TILE_COLUMNS * B_PER_COLUMN) + chunk_column();
+            copy_chunk(stage + OPERAND_BYTES, i, b.at(row, column), row < depth ? b_columns - column : 0);
+        }
+    };
+#if LORA
+    const Rows lora_rows(p.lora_rows + int64(row0) * p.ranks, p.ranks);
+    const Rows lora_gate(p.lora0 + expert * p.lora_stride, p.lora_ld), lora_up(p.lora1 + expert * p.lora_stride, p.lora_ld);
+    const int lora_steps = (p.ranks + BK - 1) / BK;
+#else
+    constexpr int lora_steps = 0;
+#endif
+    const int steps = lora_steps + steps_per_segment * K_SEGMENTS;
     Accumulators acc;
-    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int step, int quarter) {
+    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps, [&](int stage, int step, int quarter) {
+#if LORA
+        if (step < lora_steps) {
+            const int k0 = step * BK, chunk_k = k0 + chunk_column();
+#pragma unroll
+            for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
+                copy_chunk(stage, i, lora_rows.at(min(int(threadIdx.x) / 8 + 16 * i, rows - 1), chunk_k), p.ranks - chunk_k);
+                const Rows& b = SPLIT && i >= LINES_PER_THREAD / 2 ? lora_up : lora_gate;
+                copy_b(stage, i, b, k0, chunk_k, p.ranks);
+            }
+            return;
+        }
+        step -= lora_steps;
+#endif
         const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
         const int k0 = (step - segment * steps_per_segment) * BK, chunk_k = k0 + chunk_column();
 #pragma unroll
         for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
             copy_chunk(stage, i, a_matrix.at(a_rows[i], segment * K + chunk_k), K - chunk_k);
-            const Rows& b = (SPLIT ? i >= LINES_PER_THREAD / 2 : segment) ? up : gate;
-            if (B_K_CONTIGUOUS) {
-                const int n = b_n0 + threadIdx.x / 8 + (SPLIT ? (16 * i) % 64 : 16 * i);
-                copy_chunk(stage + OPERAND_BYTES, i, b.at(min(n, b_columns - 1), chunk_k), K - chunk_k);
-            } else {
-                const int row = k0 + threadIdx.x / 8 + (16 * i) % BK;
-                const int column = b_n0 + (16 * i / BK * LINE) % (TILE_COLUMNS * B_PER_COLUMN) + chunk_column();
-                copy_chunk(stage + OPERAND_BYTES, i, b.at(row, column), row < K ? b_columns - column : 0);
-            }
+            copy_b(stage, i, (SPLIT ? i >= LINES_PER_THREAD / 2 : segment) ? up : gate, k0, chunk_k, K);
         }
     });
 

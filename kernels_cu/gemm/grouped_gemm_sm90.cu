@@ -16,6 +16,10 @@
 //   WEIGHTS_ON_INPUT  The input of an expert is w * x, where w is the row's router weight; see grouped_gemm_sm80.cu.
 //   FP8_SAVED         up_fwd writes and down_bwd reads first_layer as e4m3 with scales (saved_scales.cuh).
 //   PUSHES            StoreTokenRows stores each row in the memory of the GPU that has the token, as push.cu does for k > 1.
+//   LORA              The products of lora_rows, of lora_rows.cu, and of the expert's low-rank factor are added. With
+//                     LORA_STAGES they begin the sums, and have stages of their own, filled by TMA, which writes zeros past
+//                     the ranks. With LORA_IN_SPARE they end them, and the factor's 16 ranks lie in the spare bytes
+//                     (lora_spare_sm90.cuh).
 //   FP8               A and B are e4m3 with scales (scaled_products_sm90.cuh). up_fwd also writes y_swi as e4m3, and down_bwd
 //                     first_layer_grad.
 // If the layer's output has a row per slot, slots take the place of tokens in down_fwd and down_bwd: expert_token_indices are
@@ -43,6 +47,7 @@
 //   empty[stage]           8 or 12 consumer warps; in a 2-CTA cluster 16 of both   producer threads, every k-step
 //   taken[entry]           thread 0; in a 2-CTA cluster with 4 bytes of st.async   producer threads, every tile
 //   PRODUCER_BARRIER       128 producer threads, with GATHER                       the same, every QUEUE tiles
+//   lora_full, lora_empty  thread 0 with the bytes of TMA; the consumer warps      consumers; thread 0, every tile
 //
 // Dynamic shared memory: see pipeline_sm90.cuh. A is (BM, BK) operand. B is (BN, BK) with B_K_CONTIGUOUS, else 4 blocks of
 // (BK, 64). ActivateBwdRows or TileBias use the spare bytes.
@@ -57,6 +62,9 @@
 #endif
 #include "epilogue_bwd_sm90.cuh"
 #include "grouped_gemm_params_sm90.cuh"
+#if LORA_IN_SPARE
+#include "lora_spare_sm90.cuh"
+#endif
 #if FP8
 #include "scaled_products_sm90.cuh"
 #endif
@@ -176,14 +184,15 @@ typedef ContiguousRows Rows;
 #endif
 
 // Thread 0 issues the TMA loads of a stage's B: all of B, or with multicast this CTA's half of it for both CTAs. b_to: the
-// shared address of the stage's B. n0: the tile's first column of B. k0: the k-step's first index within the segment.
-__device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to, int segment, int expert, int n0, int k0,
-                                       unsigned full, bool multicast, int rank) {
+// shared address of the stage's B. n0: the tile's first column of B. k0: the k-step's first index within the segment. map0,
+// map1: gate and up, or the K segments.
+__device__ __forceinline__ void load_b(const TensorMap* map0, const TensorMap* map1, unsigned b_to, int segment, int expert,
+                                       int n0, int k0, unsigned full, bool multicast, int rank) {
     constexpr int BOX_COLUMNS = B_K_CONTIGUOUS ? B_BOX : 64, HALF = BN / 2;
     auto load_columns = [&](int first_column, int columns, auto load_box) {
 #pragma unroll
         for (int column = first_column; column < first_column + columns; column += BOX_COLUMNS) {
-            const TensorMap* map = segment || (SPLIT && column >= HALF) ? &p.b1 : &p.b0;
+            const TensorMap* map = segment || (SPLIT && column >= HALF) ? map1 : map0;
             const int n = n0 + (SPLIT ? column % HALF : column);
             load_box(b_to + column * LINE_BYTES, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0);
         }
@@ -199,7 +208,7 @@ __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to
 }
 
 // Runs in the producer's threads that load: all 128 with GATHER, else thread 0. rank: of the CTA in its cluster. shared: the
-// shared address of the stages. K: depth of a segment. steps: k-steps of a tile, over all segments.
+// shared address of the stages. K: depth of a segment. steps: k-steps of a tile, over all segments of the weight.
 __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& scheduler,
                                         const PipelineBarriers<CLUSTER_CTAS>& barriers, int rank, unsigned shared, int K,
                                         int steps_per_segment, int steps, PipelineState& state) {
@@ -213,6 +222,19 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
         if (CLUSTER_CTAS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(taken_full, sizeof(int));
         const int expert = scheduler.current.expert, n0 = scheduler.current.column_tile * TILE_COLUMNS * B_PER_COLUMN;
         rows.begin(scheduler.current);
+#if LORA_STAGES
+        for (int step = 0; step < p.lora_steps; ++step) {
+            const unsigned stage = shared + state.stage * STAGE_BYTES, full = barriers.full_of(state.stage);
+            barriers.wait_empty(state);
+            if (threadIdx.x == 0) {
+                mbarrier_arrive_expect_tx(full, A_BYTES + B_BYTES);
+                tma_load_3d(stage, &p.lora_rows, step * BK, scheduler.current.row, 0, full);
+                load_b(&p.lora0, &p.lora1, stage + A_BYTES, 0, expert, n0, step * BK, full, scheduler.multicast, rank);
+            }
+            if (GATHER) mbarrier_arrive(full);  // as the thread's copies do in other stages
+            state.advance();
+        }
+#endif
         scheduler.prefetch();
         WorkTile next;
         for (int step = 0; step < steps; ++step) {
@@ -224,7 +246,7 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
                 if (step == steps - 1) queue[(number + 1) % QUEUE] = next;
                 mbarrier_arrive_expect_tx(full, B_BYTES + Rows::TMA_BYTES);
                 if (!GATHER) rows.load(stage, segment * K + k0, K, full);  // A first: B is more often in the L2 cache
-                load_b(p, stage + A_BYTES, segment, expert, n0, k0, full, scheduler.multicast, rank);
+                load_b(&p.b0, &p.b1, stage + A_BYTES, segment, expert, n0, k0, full, scheduler.multicast, rank);
                 if (step == min(TAKEN_INDEX_STEP, steps - 1) && takes) {
                     if constexpr (CLUSTER_CTAS == 1) {
                         taken[number % QUEUE] = index;
@@ -243,6 +265,9 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
             state.advance();
             if (GATHER && step == min(NEXT_TILE_STEP, steps - 1) && next.rows != NO_TILE) rows.prepare(next);
         }
+#if LORA_IN_SPARE
+        if (threadIdx.x == 0) load_lora<SPLIT>(p, queue[number % QUEUE], number & 1, TILE_COLUMNS * B_PER_COLUMN);
+#endif
         wait(taken_full, number / QUEUE & 1);
         scheduler.advance(next, taken[number % QUEUE]);
         // Thread 0 must not write the entries again before all threads have read them.
@@ -268,10 +293,18 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
     if (threadIdx.x == 0) {
         queue[0] = scheduler.current;
         for (int i = 0; i < QUEUE; ++i) mbarrier_init(taken_barriers + 8 * i, 1);
+#if LORA_IN_SPARE
+        init_lora_barriers();
+#endif
     }
     const PipelineBarriers<CLUSTER_CTAS> barriers(barrier_storage, Rows::FULL_ARRIVALS);
     const unsigned shared = uniform(shared_address(dynamic_shared));
     const int K = p.depth, steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
+#if LORA_STAGES
+    const int all_steps = steps + p.lora_steps;
+#else
+    const int all_steps = steps;
+#endif
 
     if (threadIdx.x < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -312,7 +345,13 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
         RowScales scales(p.a_scales, p.scales_ld, now, warp_row, steps_per_segment, expert_scales);
         promoting_main_loop(acc, last ? 0 : steps, active, state, barriers, epilogue, scales);
 #else
-        main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, state, barriers, epilogue);
+#if LORA_IN_SPARE
+        const LoraInSpare lora(p, now, warp_row, number);
+        main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : all_steps, active, state, barriers, epilogue, lora);
+        if (!last) lora.release();
+#else
+        main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : all_steps, active, state, barriers, epilogue);
+#endif
 #endif
         if (last) return;
 #if FP8 && GATHER

@@ -1,13 +1,21 @@
 // Adds a bias to the products of grouped_gemm_sm90.cu, in kernels compiled with BIASED. The paper's layers have no biases.
 #pragma once
 #include "gemm_core_sm90.cuh"
+#if LORA_IN_SPARE
+#include "lora_spare_sm90.cuh"
+#endif
 
 // The bias of a tile's columns. Each consumer warp fetches it to its own part of the spare shared memory while the tile's
 // products are computed, and then adds it to the fp32 accumulators.
 struct TileBias {
     static constexpr int BYTES = BN * sizeof(BIAS), CHUNK_COLUMNS = 16 / sizeof(BIAS);
+#if LORA_IN_SPARE
+    static_assert(LORA_BYTES + CONSUMER_WARPS * BYTES <= SPARE_BYTES, "a tile's bias for each consumer warp, after the factor");
+    unsigned char* const staged = dynamic_shared + SPARE + LORA_BYTES + consumer_warp() * BYTES;
+#else
     static_assert(CONSUMER_WARPS * BYTES <= SPARE_BYTES, "a tile's bias for each consumer warp");
     unsigned char* const staged = dynamic_shared + SPARE + consumer_warp() * BYTES;
+#endif
 
     // SPLIT: the tile has BN / 2 columns of gate, then as many of up. n0: the tile's first column of B. columns: those of B.
     // Columns past the last get zeros.

@@ -72,6 +72,11 @@ DECODE_THREADS = 256  # per block of decode.cu
 DECODE_STEPS = 8  # of eight elements each, that a thread loads before it stores the first
 ENCODE_THREADS = 128  # per block of encode.cu
 RANK_EXPERTS_THREADS = 32  # of rank_experts.cu: a warp
+LORA_PACK_THREADS = 256  # per block of lora_pack.cu and lora_sums.cu
+LORA_THREADS = 128  # per block of lora_rows.cu and lora_gram.cu
+LORA_STAGES = 4
+LORA_ROWS = TILE_ROWS // 2  # per block of lora_rows.cu
+LORA_COLUMNS = 128  # per block of lora_gram.cu
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
@@ -149,6 +154,10 @@ _CONSTANTS = {
     "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
     "decode.cu": {"THREADS": DECODE_THREADS, "STEPS": DECODE_STEPS},
     "encode.cu": {"THREADS": ENCODE_THREADS},
+    "lora_pack.cu": {"THREADS": LORA_PACK_THREADS},
+    "lora_rows.cu": {"THREADS": LORA_THREADS, "ROWS": LORA_ROWS, "STAGES": LORA_STAGES},
+    "lora_gram.cu": {"THREADS": LORA_THREADS, "STAGES": LORA_STAGES},
+    "lora_sums.cu": {"THREADS": LORA_PACK_THREADS},
     "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
     "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
     "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},

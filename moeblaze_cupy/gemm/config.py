@@ -39,6 +39,7 @@ from moeblaze_cupy.cuda.launch_config import (
 
 SHARED_WEIGHT_ROWS = 2 * TILE_ROWS  # of an expert on average, from which on CTAs share its weights
 CLUSTER_DEPTH = 4096  # what an element sums over, from which on 2-CTA clusters pay
+SPARE_RANKS = 16  # of a low-rank factor that lies in the spare bytes
 MAX_CLUSTER_ROWS = 1024  # of an expert on average, up to which they pay for products that are summed over slots
 DYNAMIC_DEPTH = 2048  # what an element of up_fwd sums over, from which on its tiles are long
 WIDE, SQUARE = f"tiles of {TILE_ROWS} x {PANEL_COLUMNS}", f"tiles of {SQUARE_TILE} x {SQUARE_TILE}"
@@ -177,6 +178,20 @@ def square_product(widths: tuple[int, ...], num_slots: int, num_experts: int) ->
         rows = count(num_slots // num_experts, "row")
         return False, f"{WIDE}: an expert has {rows} on average, fewer than {SQUARE_ROWS}"
     return True, f"{SQUARE}: these compute {narrow} columns for {columns}, {WIDE} {wide}"
+
+
+def lora_in_spare(entry: str, ranks: int, square: bool, has_bias: bool) -> tuple[bool, str]:
+    """Whether a low-rank factor of Hopper's products lies in the spare bytes, and takes no stage of its own.
+
+    A stage costs as much as one that is full, as it is not computed but loaded for that long.
+    """
+    if ranks > SPARE_RANKS:
+        return False, f"the factor's {ranks} ranks, more than {SPARE_RANKS}, have stages of their own"
+    if entry == "down_bwd":
+        return False, "the factor has a stage of its own, as what the epilogue reads ahead takes the spare bytes"
+    if square and has_bias:
+        return False, "the factor has a stage of its own, as the bias of a square tile takes the spare bytes"
+    return True, f"the factor's {ranks} ranks lie in the spare bytes"
 
 
 def tile_columns(tier: str, split: bool) -> int:

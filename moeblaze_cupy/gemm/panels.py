@@ -9,7 +9,7 @@ from moeblaze_cupy.cuda.runtime import Launch, Runtime
 from moeblaze_cupy.dispatch.launches import TOKEN_INDEX_MAP, TOKEN_OFFSETS, Lists
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import products as grouped_gemm
-from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, Product, Rows
+from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, PlacedFactor, Product, Rows
 from moeblaze_cupy.rows import push
 from moeblaze_cupy.rows.aggregation import Source, aggregate
 
@@ -26,6 +26,11 @@ class Panels:
     sums: tuple[Launch, ...]  # empty where rows go to their tokens
     panel: tuple[int, int] | None
     dtype: str
+
+    @property
+    def lora(self) -> PlacedFactor | None:
+        """The low-rank factor beside the weight, which all products read alike."""
+        return self.products[0].lora
 
     @property
     def square(self) -> bool:

@@ -85,10 +85,23 @@ class Operand:
         return "bfloat16" if self.is_fp8 else self.dtype
 
 
+class Factor(NamedTuple):
+    """A low-rank factor beside a product's weight. The rows that it multiplies are (R, ranks), in expert order.
+
+    ranks: a multiple of 16. columns: of the product, those of gate and up together. half: of gate, where those of up
+    follow in b1; else 0.
+    """
+
+    ranks: int
+    columns: int
+    half: int = 0
+
+
 class Product(NamedTuple):
     """What a step multiplies: N columns of the result are sums over K, per segment, of rows of `a` and the weight.
 
-    interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products.
+    interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products. lora:
+    beside the weight.
     """
 
     entry: str
@@ -100,6 +113,52 @@ class Product(NamedTuple):
     activation: str | Activation
     interleaved: bool = False
     bias: Bias | None = None
+    lora: Factor | None = None
+
+
+class PlacedFactor(NamedTuple):
+    """A factor as a product reads it: (E, ranks, columns), or with the last two exchanged, in memory.
+
+    weight: its layout in the role of the product's weight. in_spare: it has no stages, see `gemm_config.lora_in_spare`.
+    """
+
+    weight: Weight
+    ranks: int
+    ranks_first: bool
+    in_spare: bool
+    why: tuple[str, ...]
+
+    @classmethod
+    def of(cls, product: Product, factor: Factor, tier: str, square: bool) -> "PlacedFactor":
+        (ranks, columns, half), entry = factor, product.entry
+        in_spare, why = False, ""
+        if tier == "sm90":
+            in_spare, why = gemm_config.lora_in_spare(entry, ranks, square, product.bias is not None)
+        ranks_first = in_spare or not product.weight.is_k_contiguous(entry)
+        rows, ld = (ranks, launch_config.ceil_div(columns, 8) * 8) if ranks_first else (columns, ranks)
+        layout = Layout((product.lists.num_experts, rows, ld), (rows * ld, ld, 1), product.a.dtype, 0)
+        up_offset = half * (1 if ranks_first else ld) * layout.itemsize
+        weight = Weight((layout,), up_offset, rows * ld, ld, ranks_first != entry.endswith("_fwd"), 0)
+        return cls(weight, ranks, ranks_first, in_spare, (why,) if why else ())
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        E, rows, columns = self.weight.layouts[0].shape
+        return E, rows, columns
+
+    def sizes(self, tier: str) -> dict[str, int]:
+        """What the launch is told."""
+        if tier == "sm80":
+            return {"lora_stride": self.weight.expert_stride, "lora_ld": self.weight.ld, "ranks": self.ranks}
+        return {} if self.in_spare else {"lora_steps": launch_config.ceil_div(self.ranks, launch_config.STEP_ROWS)}
+
+    def maps(self, entry: str, columns: int, slots: int, box_rows: int, box_columns: int) -> dict[str, TensorMap]:
+        """Of the rows, unless the kernel loads them itself, and of the factor's halves."""
+        of_factor = _weight_map(self.weight, entry, columns, self.ranks, box_columns)
+        if self.in_spare:
+            return dict.fromkeys(("lora0", "lora1"), of_factor._replace(box=(64, self.ranks, 1)))
+        rows = Operand(self.weight.dtype, self.ranks)
+        return {"lora_rows": _rows_map(rows, slots, box_rows), "lora0": of_factor, "lora1": of_factor}
 
 
 class Rows(NamedTuple):
@@ -124,12 +183,12 @@ NO_ROWS = Rows()  # of a step that writes no `result`
 
 
 class GemmExtras(NamedTuple):
-    """Further addresses of a product of e4m3, or of one whose rows go to several GPUs, 0 for what is not wanted.
+    """Further addresses of a product of e4m3, with a low-rank factor, or whose rows go to several GPUs; 0 for none.
 
     a_scales: float32, (L,) of gathered rows, else (groups, R) of each row and 128 columns of each half of the left
     operand. b_scales: (E, halves) float32. quantised: e4m3 of up_fwd's (R, h) y_swi or down_bwd's (R, halves * h)
     first_layer_grad. quantised_scales: (groups, R) float32, of each row and 128 columns of each half. peers, needed: of
-    `push.Addresses`.
+    `push.Addresses`. lora_rows: (R, ranks), which the factor multiplies. lora0, lora1: where its gate and up begin.
     """
 
     a_scales: int = 0
@@ -138,6 +197,9 @@ class GemmExtras(NamedTuple):
     quantised_scales: int = 0
     peers: int = 0
     needed: int = 0
+    lora_rows: int = 0
+    lora0: int = 0
+    lora1: int = 0
 
 
 PLAIN = GemmExtras()
@@ -166,6 +228,8 @@ class Gemm:
     bias_offset: int  # bytes from the bias's halves to the first column
     partial_sums: tuple[int, int] | None  # shape: column tiles and further parts, R
     square: bool  # its row tiles are those of square_tiles.cu
+    lora: PlacedFactor | None
+    lora_offset: int  # bytes from the low-rank factor's halves to the first column
 
     @property
     def tier(self) -> str:
@@ -226,6 +290,11 @@ def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int) ->
     return TensorMap(weight.dtype, (*shape, weight.num_experts), (weight.ld, weight.expert_stride), box)
 
 
+def _column_offset(weight: Weight, entry: str, column: int) -> int:
+    """Bytes from a half of the weight to this column of the product."""
+    return column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
+
+
 def configure(
     product: Product,
     limits: DeviceLimits,
@@ -242,7 +311,7 @@ def configure(
     weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. fp8_saved: Hopper's kernel keeps or
     reads the first layer in e4m3; the portable one leaves that to `fp8.saved`.
     """
-    entry, index, a, weight, N, K, activation, interleaved, bias = product
+    entry, index, a, weight, N, K, activation, interleaved, bias, lora = product
     to_tokens, place = rows.to_tokens, rows.place
     config, aligned = config_of(product, limits)
     slots, dynamic, clusters = index.num_rows, False, False
@@ -264,6 +333,10 @@ def configure(
     if square:
         config, max_row_tiles = gemm_config.square_gemm(pairs), index.max_square_tiles
     column_tiles = gemm_config.column_tiles(N, config.tile_columns)
+    placed = lora and PlacedFactor.of(product, lora, config.tier, square)
+    if placed:
+        sizes |= placed.sizes(config.tier)
+        why += placed.why
     if config.tier == "sm80":
         sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
@@ -286,12 +359,15 @@ def configure(
             maps["a"] = _rows_map(a, slots, config.tile_rows)
         box_columns = launch_config.SQUARE_TILE if square else 128
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, box_columns)
+        if placed:
+            maps |= placed.maps(entry, N * (1 + pairs), slots, config.tile_rows, box_columns)
         sizes |= {"result_ld": rows.ld}
         why += (*((gemm_config.E4M3,) if a.is_fp8 else ()), of_clusters, of_schedule)
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options["fp8"] = a.is_fp8
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
     options |= {"fp8_saved": fp8_saved, "square": square, "pushes": place is not None}
+    options |= {"lora": placed is not None, "lora_in_spare": placed is not None and placed.in_spare}
     if place is not None:
         sizes |= place._asdict()
     if to_tokens and rows.weights_dtype is not None:
@@ -308,10 +384,11 @@ def configure(
         why,
         tiles,
     )
-    offset = rows.first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
+    offset = _column_offset(weight, entry, rows.first_column)
+    lora_offset = _column_offset(placed.weight, entry, rows.first_column) if placed else 0
     bias_offset = rows.first_column * bias.layouts[0].itemsize if bias else 0
     partial_sums = None if further_parts is None else (column_tiles + further_parts, slots)
-    return Gemm(launch, offset, dynamic, bias_offset, partial_sums, square)
+    return Gemm(launch, offset, dynamic, bias_offset, partial_sums, square, placed, lora_offset)
 
 
 def gemm(
@@ -340,6 +417,9 @@ def gemm(
     tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
     if tile_counter:
         run.clear(tile_counter.ptr, 4)
+    if step.lora_offset:
+        lora0, lora1 = extras.lora0 + step.lora_offset, extras.lora1 + step.lora_offset
+        extras = extras._replace(lora0=lora0, lora1=lora1)
     run.launch(
         step.launch,
         a,

@@ -52,6 +52,8 @@ def gemm_variant(
     square: bool = False,
     pushes: bool = False,
     summed: str | None = None,
+    lora: bool = False,
+    lora_in_spare: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -67,6 +69,8 @@ def gemm_variant(
     down_bwd, on up_fwd but for interleaved columns, with fp8, fp8_saved or clusters, and where rows go to tokens.
     pushes: rows that go to tokens go to the memory of the GPUs that have these.
     summed: the dtype of the sum of this GPU's weight gradient and those of others, on Hopper.
+    lora: a grouped GEMM adds a low-rank factor's products. lora_in_spare: of 16 ranks, which lie in the spare bytes of
+    Hopper's kernel.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -102,6 +106,7 @@ def gemm_variant(
         "K_SEGMENTS": k_segments(entry, gated, interleaved),
         "TILE_COLUMNS": gemm_config.tile_columns(tier, is_split(entry, gated)),
         "WEIGHTS_ON_INPUT": int(weights_on_input and epilogue != "STORE"),
+        "LORA": int(lora),
     }
     if tier == "sm90":
         to_tokens = to_tokens and epilogue == "STORE"
@@ -118,6 +123,8 @@ def gemm_variant(
             "PUSHES": int(pushes and to_tokens),
             "FP8_SAVED": int(fp8_saved and epilogue != "STORE"),
             "FP8": int(fp8),
+            "LORA_IN_SPARE": int(lora and lora_in_spare),
+            "LORA_STAGES": int(lora and not lora_in_spare),
             "EXPERT_SCALES": 2 if fp8 and gated and entry.startswith("up") else 1,
         }
         if square and not (fp8 or macros["FP8_SAVED"] or macros["CLUSTER_CTAS"] == 2):

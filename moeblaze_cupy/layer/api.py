@@ -18,15 +18,19 @@ from moeblaze_cupy.frameworks import Buffer, DeviceFramework, Export
 from moeblaze_cupy.layer import backward
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
+from moeblaze_cupy.lora import checks as lora_checks
 from moeblaze_cupy.quantised import scratch
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
+    FACTORS,
     Activation,
     DispatchIndices,
     Fp8Rows,
     Fp8Weights,
     LayerArrays,
     LayerOptions,
+    Lora,
+    LoraRows,
     QuantizedWeight,
     SavedForBackward,
     gate_and_up,
@@ -42,6 +46,7 @@ class LayerExtras(NamedTuple):
     fp8_weights: Fp8Weights | None = None
     x_scales: Any = None  #: of x, where it is the values of `Fp8Rows`
     decode: Callable[[Runtime, int], None] | None = None  #: as of `experts.moe_forward`, where that fills w1 or w2
+    lora: Lora | None = None
 
     @property
     def destination(self) -> Destination | None:
@@ -64,6 +69,8 @@ def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
         saved.consumed,
         map_fp8(saved.fp8_weights, convert),
         each(saved.x_scales),
+        saved.lora and saved.lora.with_factors(map(each, saved.lora.factors)),
+        LoraRows(*map(each, saved.lora_rows)),
     )
 
 
@@ -146,6 +153,7 @@ def moe_forward(
     max_slots: int | None = None,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
+    lora: Lora | None = None,
 ) -> tuple[Any, Any]:
     """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -178,6 +186,8 @@ def moe_forward(
     token of x and of out's gradient, for each row and 128 columns of V(a) * M(b) and of the gradients of a, b, and for
     each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16, and gate_up="halves".
     fp8_weights: what `quantize_weights` made of w1 and w2, or None: it is made in the call and kept for backward.
+    lora: low-rank factors beside w1 and w2, a `Lora`, or None. They enter the products themselves: nothing of the size
+    of w1 or w2 is made. Not with precision.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -191,7 +201,9 @@ def moe_forward(
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     layer = layer_arrays((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
     options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
-    return forward(layer, options, None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights))
+    if fp8_weights is None and lora is None:
+        return forward(layer, options)
+    return forward(layer, options, LayerExtras(fp8_weights=fp8_weights, lora=lora))
 
 
 def values_and_scales(rows: Any) -> tuple[Any, Any]:
@@ -212,10 +224,12 @@ def forward(
     given: Sequence[Any] = layer
     fp8_arrays: tuple[Any, ...] = ()
     if extras is not None:
+        if extras.lora is not None:
+            extras = extras._replace(lora=lora_checks.given(function, extras.lora))
         fp8_arrays = fp8_checks.arrays_of(function, options.precision, extras.fp8_weights)
-        given = (*layer, *fp8_arrays, extras.x_scales)
+        given = (*layer, *fp8_arrays, extras.x_scales, *(extras.lora.factors if extras.lora else ()))
         order, to = extras.fp8_weights and extras.fp8_weights.gate_up, extras.destination
-        key_options = options, order, to and to.place
+        key_options = options, order, to and to.place, extras.lora and extras.lora.scales
     look = Lookup("moe_forward", key_options, (), given)
     # A record says that such arguments have passed all checks. Only their contents may be other ones.
     record = None if checks.CHECKS_IDS else look.record
@@ -224,11 +238,14 @@ def forward(
         call, options, described = _checked_forward(function, layer, options, extras_given, fp8_arrays)
         if call.on_cpu:
             return _forward_on_cpu(call, layer, options, extras_given)
-        to, layouts = extras_given.destination, [array and array.layout for array in described[:_LAYER]]
-        form = layer_arrays(layouts), options, call.limits, not fp8_arrays, to and to.place
+        to, layouts = extras_given.destination, [array and array.layout for array in described]
+        factors = extras_given.lora and extras_given.lora.with_factors(layouts[-len(FACTORS) :])
+        form = layer_arrays(layouts[:_LAYER]), options, call.limits, not fp8_arrays, to and to.place, factors
         record = look.keep_described(experts.configure_forward(*form), call, described)
         if call.compiles and options.save is not None and not to:
-            runtime.compile_ahead(call.device, backward.configure_after(record.plan, form[0], call.limits))
+            runtime.compile_ahead(
+                call.device, backward.configure_after(record.plan, form[0], call.limits, factors=factors)
+            )
     with current_device(record.device):
         return _launched_forward(look, record, extras)
 
@@ -251,22 +268,29 @@ def _forward_of_frozen(
 
 
 def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) -> tuple[Any, SavedForBackward | None]:
-    """look: of `LayerArrays`; with extras then of the arrays of `Fp8Weights`, if there are any, and x's scales."""
+    """look: of `LayerArrays`; with extras then of the arrays of `Fp8Weights`, of x's scales and of low-rank factors.
+
+    There are none of `Fp8Weights` or factors that are not given.
+    """
     plan: experts.Forward = record.plan
     run = Runtime.current(record.framework, record.device)
     pointers, given = look.pointers, look.given
-    fp8_weights = x_scales = None
+    fp8_weights = x_scales = lora = None
     of_pass = PLAIN_PASS
     if extras is not None:
-        fp8_weights, x_scales = extras.fp8_weights, extras.x_scales
-        weights_fp8 = None
+        fp8_weights, x_scales, lora = extras.fp8_weights, extras.x_scales, extras.lora
+        weights_fp8, factors = None, PLAIN_PASS.factors
+        if lora is not None:
+            end = -len(FACTORS)
+            factors, lora = Lora(*pointers[end:]), lora.with_factors(given[end:])
+            pointers, given = pointers[:end], given[:end]
         if fp8_weights is not None:
             weights_fp8 = fp8.Addresses(*pointers[_LAYER:-1])
             if look.export is not keep:  # what it was imported to, as of the other arrays
                 imported = dict(zip(fp8_checks.FIELDS, given[_LAYER:-1], strict=True))
                 fp8_weights = Fp8Weights(**imported, gate_up=fp8_weights.gate_up)
         of_pass = pass_extras(record.framework, extras.into, extras.wait, weights_fp8, pointers[-1])
-        of_pass = of_pass._replace(decode=extras.decode)
+        of_pass = of_pass._replace(decode=extras.decode, factors=factors)
     if plan.quantize:
         made, weights_fp8 = plan.quantize.make(run, (pointers[3], pointers[4]), pointers[5])
         fp8_weights, of_pass = Fp8Weights(**made), of_pass._replace(weights_fp8=weights_fp8)
@@ -277,7 +301,7 @@ def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) 
     x, ids, weights, gate, up, w2, b1_gate, b1_up, b2 = given[:9]
     index = _index(plan.dispatch, result.lists, ids if result.ids is None else result.ids)
     kept = layer_arrays((x, None, weights, gate, up, w2, b1_gate, b1_up, b2, None))
-    made_by_forward = result.first_layer, result.y_swi, False, fp8_weights, x_scales
+    made_by_forward = result.first_layer, result.y_swi, False, fp8_weights, x_scales, lora, result.lora_rows
     return out, SavedForBackward(kept, plan.options, index, *made_by_forward)
 
 
@@ -308,6 +332,8 @@ def _checked_forward(
     required = names[0], names[1], names[3], names[5]
     named = {n: array for n, array in zip(names, layer, strict=True) if array is not None or n in required}
     named |= dict(zip(fp8_checks.NAMES, fp8_arrays, strict=False))
+    if extras.lora is not None:
+        named |= {n: a for n, a in zip(lora_checks.NAMES, extras.lora.factors, strict=True) if a is not None}
     if extras.x_scales is not None:
         named["x.scales"] = extras.x_scales
     checks.untracked(function, named)
@@ -319,6 +345,8 @@ def _checked_forward(
     d = LayerArrays(*map(call.described.get, names))
     checks.layer(function, d, options)
     checks.identity_experts(function, options, d.w2)
+    if extras.lora is not None:
+        lora_checks.layer(function, d, options, [call.described.get(name) for name in lora_checks.NAMES])
     if checks.CHECKS_IDS and function in NAMES_EXPERTS:
         checks.known_ids(function, d.ids, d.w2.shape[0] + options.identity_experts)
     options = options._replace(max_slots=checks.max_slots(function, options.max_slots, d.ids.size))
@@ -334,6 +362,7 @@ def _checked_forward(
             raise checks.bad_value(function, "x", "bf16 rows without precision='fp8'", "rows in e4m3")
         checks.fp8_rows(function, "x", in_e4m3, call.described["x.scales"])
     others = [*map(call.described.get, fp8_checks.NAMES[: len(fp8_arrays)]), call.described.get("x.scales")]
+    others += [call.described.get(name) for name in lora_checks.NAMES] if extras.lora else []
     call.described["x"] = in_e4m3
     return call, options, [in_e4m3, *d[1:], *others]
 
@@ -362,6 +391,9 @@ def _forward_on_cpu(
     x = host.x
     if extras.x_scales is not None:
         x = reference.fp8.dequantize(x, given["x.scales"], host.w2.dtype)
+    lora = None
+    if extras.lora is not None:
+        lora = extras.lora.with_factors(map(given.get, lora_checks.NAMES))
     out, saved = reference.moe_forward(
         x,
         *host[1:3],
@@ -371,13 +403,14 @@ def _forward_on_cpu(
         b2=host.b2,
         token_offsets=host.token_offsets,
         fp8_weights=fp8_weights,
+        lora=lora,
         **options._asdict(),
     )
     if saved is not None:
         if call.framework is arrays.Torch:
             saved = map_saved(saved, call.export)
             own = layer._replace(ids=None, token_offsets=None)
-            saved = dataclasses.replace(saved, arrays=own, x_scales=extras.x_scales)
+            saved = dataclasses.replace(saved, arrays=own, x_scales=extras.x_scales, lora=extras.lora)
         if extras.fp8_weights is not None:
             saved = dataclasses.replace(saved, fp8_weights=extras.fp8_weights)
     return call.export(out), saved

@@ -31,6 +31,7 @@ from moeblaze_cupy.layer.forward import (
     rows_of_slots,
 )
 from moeblaze_cupy.layer.weight_gradients import gradient_memory, up_columns
+from moeblaze_cupy.lora import launches as lora
 from moeblaze_cupy.rows import aggregation, push
 from moeblaze_cupy.types import (
     BIASES,
@@ -40,6 +41,7 @@ from moeblaze_cupy.types import (
     Gradients,
     LayerArrays,
     LayerOptions,
+    Lora,
     SavedForBackward,
     is_consumed,
 )
@@ -87,6 +89,9 @@ class Backward:
     up_wgrad: Wgrad | None = None
     up_bias_bwd: BiasBwd | None = None
     square_tiles: Launch | None = None  # where a product has square tiles
+    lora1: lora.Backward | None = None  # where w1 has low-rank factors
+    lora2: lora.Backward | None = None
+    lora1_again: lora.Forward | None = None  # where the first layer is computed again
 
     @functools.cached_property
     def cleared_bytes(self) -> tuple[int, int]:
@@ -111,6 +116,7 @@ class _Operands:
     x_in_e4m3: fp8.Pass | None
     saved_in_fp8: bool  # the first layer
     is_recomputed: bool  # the first layer, or it is converted from e4m3
+    factors: Lora | None  # low-rank, their layouts
 
 
 @cached
@@ -122,6 +128,7 @@ def configure_backward(
     limits: DeviceLimits,
     index: IndexLayout,
     place: push.PeerOffset | None = None,
+    factors: Lora | None = None,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
@@ -129,7 +136,7 @@ def configure_backward(
     activations. accumulate: by name, the layouts of the buffers that gradients of weights and biases are added to, in
     place of new ones. With `how.defers_weights` what the gradients of w1 and w2 are products of stays in memory; there
     are no biases then, and x and grad_out may be in e4m3 (uint8). place: where the gradient of x goes, which is then of
-    the tokens of several GPUs.
+    the tokens of several GPUs. factors: low-rank, beside the weights.
     """
     layer, first_layer, y_swi = arrays.layer, arrays.first_layer, arrays.y_swi
     (L, d), h, dtype, weights = layer.x.shape, layer.w2.shape[1], layer.w2.dtype, layer.router_weights
@@ -141,20 +148,17 @@ def configure_backward(
     up, down = Weight.of(w1, half), Weight.of((layer.w2,))
     up_bias, down_bias = Bias.of(b1, bias_half) if b1 else None, Bias.of(layer.b2_parts) if layer.b2 else None
     saved_in_fp8 = first_layer is not None and first_layer.dtype == "uint8"
-    in_e4m3 = x_in_e4m3 = None
     x_rows, grad_rows = Operand(dtype, d, layer.x.misalignment), Operand(dtype, d, arrays.grad_out.misalignment)
-    down_read, grad_read = down, grad_rows
-    if options.precision == "fp8":
-        form = layer.w2.shape[0], R, h, options.halves
-        in_e4m3 = fp8.configure(arrays.grad_out, *form, options.halves, options.interleaved)
-        x_in_e4m3 = fp8.configure(layer.x, *form, 1, options.interleaved) if first_layer is None else None
-        down_read, grad_read = in_e4m3.weights.down_bwd, in_e4m3.rows_operand
-    down_product = Product("down_bwd", index, grad_read, down_read, h, d, options.activation, options.interleaved)
+    in_e4m3, x_in_e4m3 = _in_e4m3(arrays, options, R)
+    grad_read, down_read = (in_e4m3.rows_operand, in_e4m3.weights.down_bwd) if in_e4m3 else (grad_rows, down)
+    _, beside_down = lora.factors_beside(factors, options, False)
+    form = h, d, options.activation, options.interleaved
+    down_product = Product("down_bwd", index, grad_read, down_read, *form, lora=beside_down)
     portable = grouped_gemm.config_of(down_product, limits)[0].tier == "sm80"
     is_recomputed = first_layer is None or (saved_in_fp8 and portable)
     in_place = is_recomputed or not (how.keep_saved or saved_in_fp8)
-    reads_y_swi = options.on_input and "w2" in needs and y_swi is not None  # no weight is to be put on it
-    takes_y_swi = "w2" in needs and y_swi is not None and (in_place or reads_y_swi)
+    reads_y_swi = options.on_input and how.weighted_y_swi and y_swi is not None  # no weight is to be put on it
+    takes_y_swi = how.weighted_y_swi and y_swi is not None and (in_place or reads_y_swi)
     overwritable = None if saved_in_fp8 else first_layer
     operands = _Operands(
         up=up,
@@ -168,6 +172,7 @@ def configure_backward(
         x_in_e4m3=x_in_e4m3,
         saved_in_fp8=saved_in_fp8,
         is_recomputed=is_recomputed,
+        factors=factors,
     )
     b1_gradient = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half) if up_bias else None
     fields: dict[str, Any] = {
@@ -189,6 +194,7 @@ def configure_backward(
         fields |= _first_half(arrays, options, how, limits, index, operands, fields)
         if "x" in needs:
             fields["up_bwd"] = _up_bwd(arrays, options, limits, index, operands, place)
+    fields |= _lora_launches(index, operands, limits, factors, fields)
     fields |= _weight_launches(options, how, limits, index, operands, buffers, fields)
     in_tiles = fields.get("up_fwd"), fields.get("up_bwd")
     return Backward(
@@ -203,7 +209,7 @@ def configure_backward(
         down_bias=down_bias,
         first_layer=(R, h * options.halves) if is_recomputed and beyond_b2 else None,
         first_layer_grad=(R, h * options.halves) if how.first_layer and not in_place else None,
-        weighted_y_swi=(R, h) if "w2" in needs and not takes_y_swi else None,
+        weighted_y_swi=(R, h) if how.weighted_y_swi and not takes_y_swi else None,
         consumes=is_consumed(overwritable is not None, y_swi is not None, needs, how.keep_saved),
         scales_slots=options.identity_experts > 0,
         in_e4m3=in_e4m3,
@@ -214,11 +220,15 @@ def configure_backward(
 
 
 def configure_after(
-    forward: Forward, layer: LayerArrays, limits: DeviceLimits, accumulate: Accumulated = ()
+    forward: Forward,
+    layer: LayerArrays,
+    limits: DeviceLimits,
+    accumulate: Accumulated = (),
+    factors: Lora | None = None,
 ) -> Backward:
-    """The backward that follows a forward, for all gradients, of packed memory.
+    """The backward that follows a forward, for the gradients that one computes unless it is told, of packed memory.
 
-    layer: the layouts that the forward was configured with. accumulate: as of `configure_backward`.
+    layer, factors: the layouts that the forward was configured with. accumulate: as of `configure_backward`.
     """
     options, index, device = forward.options, forward.dispatch.index, layer.x.device
     biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
@@ -229,7 +239,39 @@ def configure_after(
         forward.first_layer and packed(forward.first_layer, forward.first_layer_dtype, device),
         packed(forward.y_swi, forward.dtype, device) if forward.keeps_y_swi else None,
     )
-    return configure_backward(arrays, options, BackwardOptions((*GRADIENTS, *biases)), accumulate, limits, index)
+    how = BackwardOptions(("x", "weights", "lora") if factors else (*GRADIENTS, *biases))
+    return configure_backward(arrays, options, how, accumulate, limits, index, factors=factors)
+
+
+def _in_e4m3(arrays: BackwardArrays, options: LayerOptions, rows: int) -> tuple[fp8.Pass | None, fp8.Pass | None]:
+    """What products of the rows of grad_out and of x read in e4m3; None without such products."""
+    if options.precision != "fp8":
+        return None, None
+    E, h, _ = arrays.layer.w2.shape
+    form = E, rows, h, options.halves
+    of_grad = fp8.configure(arrays.grad_out, *form, options.halves, options.interleaved)
+    if arrays.first_layer is not None:
+        return of_grad, None
+    return of_grad, fp8.configure(arrays.layer.x, *form, 1, options.interleaved)
+
+
+def _lora_launches(
+    index: IndexLayout, operands: _Operands, limits: DeviceLimits, factors: Lora | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The launches of low-rank factors, by the names of `Backward`. fields: those of the products."""
+    made: dict[str, Any] = {}
+    if factors is None:
+        return made
+    up_fwd, up_bwd, down_bwd = (fields.get(name) for name in ("up_fwd", "up_bwd", "down_bwd"))
+    grads, rows = (operands.first_layer, operands.grad), (operands.x, operands.y_swi)
+    pairs, scales = ((factors.a1, factors.b1), (factors.a2, factors.b2)), (factors.scale1, factors.scale2)
+    for pair, product in enumerate((up_bwd, down_bwd)):
+        if pairs[pair][0]:
+            of_pair = index, grads[pair], rows[pair], pairs[pair], scales[pair], limits, product and product.lora
+            made[f"lora{pair + 1}"] = lora.configure_backward(pair, *of_pair, up_fwd is not None)
+    if up_fwd and up_fwd.lora:
+        made["lora1_again"] = lora.configure_forward(0, index, operands.x, pairs[0], factors.scale1, up_fwd.lora)
+    return made
 
 
 def _bias_launches(
@@ -272,7 +314,8 @@ def _first_half(
         x_rows, up = operands.x, operands.up
         if operands.x_in_e4m3:
             x_rows, up = operands.x_in_e4m3.rows_operand, operands.x_in_e4m3.weights.up_fwd
-        of_layer = h, d, options.activation, options.interleaved, operands.up_bias
+        beside_up, _ = lora.factors_beside(operands.factors, options, True)
+        of_layer = h, d, options.activation, options.interleaved, operands.up_bias, beside_up
         made["up_fwd"] = grouped_gemm.configure(Product("up_fwd", index, x_rows, up, *of_layer), limits)
     elif operands.is_recomputed:
         form = operands.x.dtype, h, options.halves, options.interleaved
@@ -280,7 +323,7 @@ def _first_half(
     down_bwd = grouped_gemm.configure(
         operands.down_product,
         limits,
-        Rows(h if "w2" in how.needs and not fields["reads_y_swi"] else 0),
+        Rows(h if how.weighted_y_swi and not fields["reads_y_swi"] else 0),
         stored_y_swi=fields["stored_y_swi"],
         further_parts=fields.get("further_parts", 0) if "weights" in how.needs else None,
         weights_on_input=options.on_input,
@@ -309,7 +352,9 @@ def _up_bwd(
     (_, d), h = arrays.layer.x.shape, arrays.layer.w2.shape[1]
     depth = 2 * h if options.interleaved else h
     source = identity_rows(arrays.grad_out, arrays.layer.router_weights, options)
-    product = Product("up_bwd", index, rows, up, d, depth, options.activation, options.interleaved)
+    beside_up, _ = lora.factors_beside(operands.factors, options, False)
+    form = d, depth, options.activation, options.interleaved
+    product = Product("up_bwd", index, rows, up, *form, lora=beside_up)
     return panels.configure(product, limits, source=source, place=place)
 
 
@@ -360,16 +405,16 @@ def moe_backward(
     accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
     to be overwritten. extras: `wait` is for a layer without biases.
     """
-    grad_x, wait, weights_fp8, x_scales, grad_scales, to, decode = extras
+    grad_x, wait, to, decode, factors = extras.out, extras.wait, extras.to, extras.decode, extras.factors
     layer, needs, index = arrays.layer, steps.how.needs, steps.index.addresses(arrays.lists)
     if decode is not None:
         decode(run, index[EXPERT_TOKEN_OFFSETS])
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.index, index)
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in needs else None
-    recomputed = None
+    recomputed = u1 = None
     if steps.first_layer:
-        recomputed = _recomputed(run, steps, steps.first_layer, arrays, (index, squares), weights_fp8, x_scales)
+        recomputed, u1 = _recomputed(run, steps, steps.first_layer, arrays, (index, squares), extras)
     first_layer = recomputed.ptr if recomputed else arrays.first_layer
     separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
     first_layer_grad = separate.ptr if separate else first_layer
@@ -377,9 +422,8 @@ def moe_backward(
     weighted_ptr = weighted.ptr if weighted else arrays.y_swi
     saved.consumed = steps.consumes
 
-    cleared_of_x, cleared_of_weights = steps.cleared_bytes
-    if grad_weights and cleared_of_weights:
-        run.clear(grad_weights.ptr, cleared_of_weights)
+    if grad_weights and steps.cleared_bytes[1]:
+        run.clear(grad_weights.ptr, steps.cleared_bytes[1])
     row_weights = None
     grad_rows, by_row = index, None
     if steps.weights_by_row or steps.slots_by_row:
@@ -392,9 +436,9 @@ def moe_backward(
         wait()
     row_weights_ptr = row_weights.ptr if row_weights else 0
     to_layer = first_layer, first_layer_grad if steps.how.first_layer else 0, weighted_ptr
-    partial_sums, first_layer_grad_e4m3 = _down_bwd(
-        run, steps, arrays, grad_rows, to_layer, row_weights_ptr, weights_fp8, grad_scales
-    )
+    of_down_bwd = _down_bwd(run, steps, arrays, grad_rows, to_layer, row_weights_ptr, extras)
+    partial_sums, first_layer_grad_e4m3, v2, weighted_u2 = of_down_bwd
+    del of_down_bwd
     grad_b2 = None
     if steps.down_bias:
         grad_b2 = _down_bias_bwd(run, steps, arrays, grad_rows, row_weights_ptr, partial_sums, accumulate)
@@ -410,22 +454,17 @@ def moe_backward(
         grad_w2, addresses = gradient_memory(run, steps.down, accumulate.get("w2"))
         down_gradient = steps.down_gradient.halves(*addresses)
         grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, arrays.grad_out, down_gradient)
+    of_pair2 = None, None
+    if steps.lora2 and "lora" in needs:
+        rows_of_pair = (index, weighted_ptr), (grad_rows, arrays.grad_out)
+        of_pair2 = steps.lora2.gradients(run, *rows_of_pair, v2, weighted_u2, factors.a2)
+    del v2, weighted_u2
     kept = (separate or recomputed, weighted) if steps.how.defers_weights else (None, None)
     del weighted, by_row
     if "x" in needs and not (grad_x or to.peers):
         grad_x = run.empty(steps.x, steps.dtype)
-    if steps.up_bwd:
-        rows, up, of_up_bwd = first_layer_grad, steps.up.halves(layer.w1_gate, layer.w1_up), PLAIN
-        if to.peers:
-            of_up_bwd = GemmExtras(peers=to.peers, needed=to.needed)
-        if steps.in_e4m3 and weights_fp8 and first_layer_grad_e4m3:
-            rows, up = first_layer_grad_e4m3[0].ptr, steps.in_e4m3.weights.up_bwd.halves(weights_fp8.w1)
-            of_up_bwd = GemmExtras(first_layer_grad_e4m3[1].ptr, weights_fp8.w1_scales, 0, 0, *to)
-        lists, scale = squares if steps.up_bwd.square else index, layer.router_weights if steps.scales_slots else 0
-        out = grad_x.ptr if grad_x else 0
-        panels.sum_of_rows(run, steps.up_bwd, lists, rows, up, scale, out, source=arrays.grad_out, extras=of_up_bwd)
-    elif grad_x and cleared_of_x:
-        run.clear(grad_x.ptr, cleared_of_x)
+    to_x, lists = grad_x.ptr if grad_x else 0, (index, squares)
+    of_pair1 = _up_bwd_pass(run, steps, arrays, lists, first_layer_grad, first_layer_grad_e4m3, to_x, u1, extras)
     del first_layer_grad_e4m3, of_squares
     grad_w1 = grad_b1 = None
     if steps.up_wgrad:
@@ -436,7 +475,8 @@ def moe_backward(
         grad_b1, addresses = gradient_memory(run, steps.up_bias, accumulate.get("b1"))
         biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, steps.up_bias_gradient.halves(*addresses))
     of_x, of_weights = grad_x and grad_x.array, grad_weights and grad_weights.array
-    grads = Gradients(of_x, of_weights, grad_w1, grad_w2, grad_b1, grad_b2)
+    of_factors = Lora(*of_pair1, *of_pair2, None, None) if "lora" in needs else None
+    grads = Gradients(of_x, of_weights, grad_w1, grad_w2, grad_b1, grad_b2, of_factors)
     return Results(grads, *(buffer and buffer.array for buffer in kept))
 
 
@@ -446,27 +486,38 @@ def _recomputed(
     shape: Shape,
     arrays: BackwardArrays,
     lists: tuple[Lists, Lists],
-    weights_fp8: fp8.Addresses | None,
-    x_scales: int,
-) -> Buffer:
-    """The first layer in memory of its own, computed again or converted from e4m3.
+    extras: PassExtras,
+) -> tuple[Buffer, Buffer | None]:
+    """The first layer in memory of its own, computed again or converted from e4m3; and u1, where it is made again.
 
     lists: dispatch's, and those of square tiles.
     """
-    layer, (index, squares) = arrays.layer, lists
-    made = run.empty(shape, steps.dtype)
+    layer, (index, squares), weights_fp8, factors = arrays.layer, lists, extras.weights_fp8, extras.factors
+    made, u1, beside = run.empty(shape, steps.dtype), None, None
     if steps.dequantize_saved:
         run.launch(steps.dequantize_saved, made.ptr, index[EXPERT_TOKEN_OFFSETS], arrays.first_layer)
     if steps.up_fwd:
         bias = steps.up_bias.halves(layer.b1_gate, layer.b1_up) if steps.up_bias else (0, 0)
         x, up, of_up_fwd, x_e4m3 = layer.x, steps.up.halves(layer.w1_gate, layer.w1_up), PLAIN, None
         if steps.x_in_e4m3 and weights_fp8:
-            x_e4m3 = fp8.quantized_rows(run, steps.x_in_e4m3, x, x_scales)
+            x_e4m3 = fp8.quantized_rows(run, steps.x_in_e4m3, x, extras.x_scales)
             x, up = x_e4m3.values, steps.x_in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
             of_up_fwd = GemmExtras(x_e4m3.scales, weights_fp8.w1_scales)
+        if steps.lora1_again:
+            u1, of_up_fwd, beside = steps.lora1_again.make(run, index, x, (factors.a1, factors.b1))
         read = squares if steps.up_fwd.square else index
         grouped_gemm.gemm(run, steps.up_fwd, read, x, up, first_layer=made.ptr, bias=bias, extras=of_up_fwd)
-    return made
+    del beside
+    return made, u1
+
+
+class _DownBwd(NamedTuple):
+    """What `_down_bwd` makes; None where there is no such thing."""
+
+    partial_sums: Buffer | None  # of the router weights' gradient
+    first_layer_grad: tuple[Buffer, Buffer] | None  # in e4m3, where up_bwd reads it
+    v2: Buffer | None
+    weighted_u2: Buffer | None  # u2 that forward kept, times the weights of the rows
 
 
 def _down_bwd(
@@ -476,24 +527,27 @@ def _down_bwd(
     grad_rows: Lists,
     to: tuple[int, int, int],
     row_weights: int,
-    weights_fp8: fp8.Addresses | None,
-    grad_scales: int,
-) -> tuple[Buffer | None, tuple[Buffer, Buffer] | None]:
-    """The partial sums of the router weights' gradient, and the first layer's gradient in e4m3 where up_bwd reads it.
-
-    to: the addresses of first_layer, first_layer_grad and weighted_y_swi.
-    """
+    extras: PassExtras,
+) -> _DownBwd:
+    """to: the addresses of first_layer, first_layer_grad and weighted_y_swi."""
     if not steps.down_bwd:
-        return None, None
+        return _DownBwd(None, None, None, None)
     w2, first_layer, first_layer_grad, weighted = arrays.layer.w2, *to
-    grad, down, of_down_bwd, grad_e4m3, made = arrays.grad_out, (w2, w2), PLAIN, None, None
+    weights_fp8, factors = extras.weights_fp8, extras.factors
+    grad, down, of_down_bwd = arrays.grad_out, (w2, w2), PLAIN
+    grad_e4m3 = made = v2 = weighted_u2 = beside = None
     if steps.in_e4m3 and weights_fp8:
-        grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad, grad_scales)
+        grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad, extras.grad_scales)
         grad, down = grad_e4m3.values, (weights_fp8.w2, weights_fp8.w2)
         of_down_bwd = GemmExtras(grad_e4m3.scales, weights_fp8.w2_scales)
         if steps.up_bwd:
             made = fp8.routed_rows(run, steps.in_e4m3)
             of_down_bwd = of_down_bwd._replace(quantised=made[0].ptr, quantised_scales=made[1].ptr)
+    if steps.lora2 and steps.lora2.second:
+        u2 = extras.lora_rows.u2 if "lora" in steps.how.needs else 0
+        of_rows = factors.b2, u2, row_weights if steps.weights_on_output else 0
+        v2, weighted_u2 = steps.lora2.rows.make_weighted(run, grad_rows, grad, *of_rows)
+        of_down_bwd, beside = steps.lora2.second.make(run, v2, factors.a2)
     partial_sums = grouped_gemm.gemm(
         run,
         steps.down_bwd,
@@ -502,12 +556,53 @@ def _down_bwd(
         down,
         first_layer=first_layer,
         first_layer_grad=first_layer_grad,
-        result=weighted if "w2" in steps.how.needs and not steps.reads_y_swi else 0,
+        result=weighted if steps.how.weighted_y_swi and not steps.reads_y_swi else 0,
         y_swi=arrays.y_swi if steps.stored_y_swi else 0,
         weights=row_weights,
         extras=of_down_bwd,
     )
-    return partial_sums, made
+    del grad_e4m3, beside
+    return _DownBwd(partial_sums, made, v2, weighted_u2)
+
+
+def _up_bwd_pass(
+    run: Runtime,
+    steps: Backward,
+    arrays: BackwardArrays,
+    lists: tuple[Lists, Lists],
+    first_layer_grad: int,
+    in_e4m3: tuple[Buffer, Buffer] | None,
+    out: int,
+    u1: Buffer | None,
+    extras: PassExtras,
+) -> tuple[Any, Any]:
+    """Writes the gradient of x, and returns those of a1 and b1, None if not asked for.
+
+    lists: dispatch's, and those of square tiles. in_e4m3: first_layer_grad, where up_bwd reads it. out: 0 without a
+    gradient of x, or where it goes to several GPUs. u1: where it was made again.
+    """
+    layer, (index, squares), factors, to = arrays.layer, lists, extras.factors, extras.to
+    of_up_bwd = GemmExtras(peers=to.peers, needed=to.needed) if to.peers else PLAIN
+    made, v1, beside = (None, None), None, None
+    if steps.lora1:
+        if steps.down_bwd and steps.how.first_layer:
+            v1 = steps.lora1.rows.make(run, index, first_layer_grad, factors.b1)
+            if steps.lora1.second:
+                of_up_bwd, beside = steps.lora1.second.make(run, v1, factors.a1, of_up_bwd)
+        if "lora" in steps.how.needs:
+            of_pair = (index, layer.x), (index, first_layer_grad), v1, u1 or extras.lora_rows.u1 or None
+            made = steps.lora1.gradients(run, *of_pair, factors.a1)
+    if steps.up_bwd:
+        rows, up = first_layer_grad, steps.up.halves(layer.w1_gate, layer.w1_up)
+        if steps.in_e4m3 and extras.weights_fp8 and in_e4m3:
+            rows, up = in_e4m3[0].ptr, steps.in_e4m3.weights.up_bwd.halves(extras.weights_fp8.w1)
+            of_up_bwd = GemmExtras(in_e4m3[1].ptr, extras.weights_fp8.w1_scales, 0, 0, *to)
+        read, scale = squares if steps.up_bwd.square else index, layer.router_weights if steps.scales_slots else 0
+        panels.sum_of_rows(run, steps.up_bwd, read, rows, up, scale, out, source=arrays.grad_out, extras=of_up_bwd)
+    elif out and steps.cleared_bytes[0]:
+        run.clear(out, steps.cleared_bytes[0])
+    del beside
+    return made
 
 
 def _down_bias_bwd(

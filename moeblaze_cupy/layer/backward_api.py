@@ -23,6 +23,7 @@ from moeblaze_cupy.layer.weight_gradients import Totals
 from moeblaze_cupy.quantised import scratch
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
+    FACTORS,
     GRADIENTS,
     BackwardArrays,
     BackwardOptions,
@@ -30,6 +31,8 @@ from moeblaze_cupy.types import (
     Fp8Weights,
     Gradients,
     LayerArrays,
+    Lora,
+    LoraRows,
     PendingWeights,
     QuantizedWeight,
     SavedForBackward,
@@ -119,8 +122,14 @@ def _read(function: str, framework: Framework, grad_out: Any, saved: SavedForBac
     read |= named_pair(function, "saved.w1", saved.w1)
     read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
     read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
+    read |= _of_lora(saved) | {f"saved.lora_rows.{name}": rows for name, rows in saved.lora_rows._asdict().items()}
     read |= {"saved.index.lists": saved.index.lists}
     return described_by_name(function, framework, read)
+
+
+def _of_lora(saved: SavedForBackward) -> dict[str, Any]:
+    """The factors by argument name."""
+    return {} if saved.lora is None else {f"saved.lora.{name}": getattr(saved.lora, name) for name in FACTORS}
 
 
 def _in_e4m3(function: str, framework: Framework, weights: Fp8Weights) -> dict[str, Array]:
@@ -153,8 +162,9 @@ def moe_backward(
     """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
     grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2",
-    "b1", "b2" to compute. The others are None, and their kernels do not run. None asks for all that the layer has: b1
-    and b2 only with such a bias, weights only if it has some.
+    "b1", "b2", "lora" to compute. The others are None, and their kernels do not run. None asks for all that the layer
+    has: b1 and b2 only with such a bias, weights only if it has some. Of a layer with lora None asks for x, weights and
+    lora, as what the factors adapt is frozen in most uses.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
     backward over them raises RuntimeError, on the CPU too. With save="recompute" or "fp8" there are none to overwrite.
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the
@@ -165,6 +175,7 @@ def moe_backward(
     views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
     Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
     memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
+    lora is a `Lora` of the factors' gradients, in their dtypes, C-contiguous, its scales None.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
     return run_backward("moe_backward", grad_out, saved, needs, keep_saved, accumulate)[0]
@@ -330,6 +341,7 @@ class BackwardExtras(NamedTuple):
 
 
 _PLAIN = BackwardExtras()
+_READ = len(BackwardArrays._fields) - 1 + len(LayerArrays._fields)  # arrays of a backward without low-rank factors
 
 
 def run_backward(
@@ -351,13 +363,15 @@ def run_backward(
     if frozen := scratch.packed(saved.arrays):
         return _backward_of_frozen(function, frozen, grad_out, saved, needs, keep_saved, accumulate, extras)
     grad_out, grad_scales = values_and_scales(grad_out)
-    needs = checks.gradient_names(function, needs, saved.gradients)
+    needs = checks.gradient_names(function, saved.default_gradients if needs is None else needs, saved.gradients)
     how = BackwardOptions(needs, bool(keep_saved), extras.defers_weights)
     index, to, in_e4m3 = saved.index, extras.destination, (saved.x_scales is not None, grad_scales is not None)
     if extras.defers_weights or True in in_e4m3:
         _check_extras(function, saved, how, True in in_e4m3)
     given: Sequence[Any] = grad_out, *saved.arrays, index.lists, saved.first_layer, saved.y_swi
     options: tuple[Any, ...] = saved.options, how, index.is_ragged, index.max_slots, in_e4m3, to and to.place
+    if saved.lora is not None:
+        given, options = (*given, *saved.lora.factors, *saved.lora_rows), (*options, saved.lora.scales)
     totals: tuple[Any, ...] = ()
     if accumulate is not None:
         if not isinstance(accumulate, Mapping):
@@ -383,13 +397,14 @@ def run_backward(
         ]
         layouts = [array and array.layout for array in described]
         plan = backward.configure_backward(
-            BackwardArrays.of(layouts[: len(given)]),
+            BackwardArrays.of(layouts[:_READ]),
             saved.options,
             how,
             tuple(_by_name(accumulate, layouts[len(given) :]).items()),
             call.limits,
             _index_layout(index),
             to and to.place,
+            saved.lora and saved.lora.with_factors(layouts[_READ : _READ + len(FACTORS)]),
         )
         record = look.keep_described(plan, call, described)
     with current_device(record.device):
@@ -398,6 +413,9 @@ def run_backward(
             into, pointers = _by_name(accumulate, pointers[len(given) :]), pointers[: len(given)]
         if saved.fp8_weights is not None or extras is not _PLAIN or True in in_e4m3:
             of_pass = _pass_extras(function, record.framework, saved, grad_scales, extras)
+        if saved.lora is not None:
+            factors, lora_rows = Lora(*pointers[_READ:-2]), LoraRows(*pointers[-2:])
+            of_pass, pointers = of_pass._replace(factors=factors, lora_rows=lora_rows), pointers[:_READ]
         result = backward.moe_backward(run, record.plan, saved, into, BackwardArrays.of(pointers), of_pass)
         grads = _exported(look.export, accumulate, result.gradients)
     if not how.defers_weights:
@@ -422,7 +440,7 @@ def _backward_of_frozen(
     if asked:
         expected = f"no gradient of {' and '.join(asked)}, frozen in four or eight bits"
         raise checks.bad_value(function, "needs", expected, needs)
-    needs = checks.gradient_names(function, needs, saved.gradients)
+    needs = checks.gradient_names(function, saved.default_gradients if needs is None else needs, saved.gradients)
     decoded = scratch.decoded(function, frozen, "saved.", saved.decoded_by)
     read = dataclasses.replace(saved, arrays=decoded.layer(saved.arrays))
     try:
@@ -436,8 +454,8 @@ def _backward_of_frozen(
 
 def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, in_e4m3: bool) -> None:
     if how.defers_weights and saved.gradients != GRADIENTS:
-        given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
-        raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
+        others = " and ".join(saved.gradients[len(GRADIENTS) :])
+        raise checks.bad_value(function, "saved", "a layer without biases and lora, which moe_backward serves", others)
     if in_e4m3 and not (how.defers_weights or {"w1", "w2"}.isdisjoint(how.needs)):
         expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
         raise checks.bad_value(function, "needs", expected, how.needs)
@@ -455,6 +473,7 @@ def _checked_backward(
     tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     for name in ("w1", "b1", "b2"):
         tracked |= named_pair(function, f"saved.{name}", getattr(saved, name))
+    tracked |= _of_lora(saved)
     checks.untracked(function, tracked)
     buffers = _buffers(function, accumulate, how.needs, saved)
     parts = _arrays(buffers)
@@ -522,5 +541,7 @@ def _exported(export: Export, accumulate: Mapping[str, Any] | None, grads: Gradi
     if export is keep and not accumulate:
         return grads
     own = accumulate or {}
-    made = {name: value for name, value in vars(grads).items() if value is not None and name not in own}
-    return Gradients(**{name: one_or_pair(tuple(map(export, pair(value)))) for name, value in made.items()}, **own)
+    made = {name: value for name, value in vars(grads).items() if value is not None and name not in (*own, "lora")}
+    exported = {name: one_or_pair(tuple(map(export, pair(value)))) for name, value in made.items()}
+    lora = grads.lora and Lora(*(None if factor is None else export(factor) for factor in grads.lora))
+    return Gradients(**exported, **own, lora=lora)

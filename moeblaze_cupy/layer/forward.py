@@ -30,9 +30,10 @@ from moeblaze_cupy.gemm import products as grouped_gemm
 from moeblaze_cupy.gemm.biases import Bias
 from moeblaze_cupy.gemm.panels import Panels
 from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, Operand, Product, Rows, Weight
+from moeblaze_cupy.lora import launches as lora
 from moeblaze_cupy.rows import aggregation, push
 from moeblaze_cupy.rows.aggregation import Source
-from moeblaze_cupy.types import LayerArrays, LayerOptions
+from moeblaze_cupy.types import NO_LORA_ROWS, LayerArrays, LayerOptions, Lora, LoraRows
 
 Shape = tuple[int, ...]
 
@@ -79,6 +80,8 @@ class Forward:
     quantize_saved: Launch | None = None  # where up_fwd writes a first layer, to be kept in e4m3, in `dtype`
     in_e4m3: fp8.Pass | None = None  # where the products are in e4m3
     square_tiles: Launch | None = None  # where a product has square tiles
+    lora1: lora.Forward | None = None  # where w1 has low-rank factors, and rows
+    lora2: lora.Forward | None = None
     quantize: fp8.WeightsMade | None = None  # where the weights are quantised in the call
 
     @functools.cached_property
@@ -89,6 +92,10 @@ class Forward:
     @functools.cached_property
     def keeps_y_swi(self) -> bool:
         return self.options.save == "paper"
+
+    @functools.cached_property
+    def keeps_lora_rows(self) -> bool:
+        return bool(self.lora1 or self.lora2) and self.options.save != "recompute"
 
     @functools.cached_property
     def scales_slots(self) -> bool:
@@ -103,11 +110,12 @@ def configure_forward(
     limits: DeviceLimits,
     quantizes: bool = False,
     place: push.PeerOffset | None = None,
+    factors: Lora | None = None,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts and options, which have passed their checks.
 
     x may be in e4m3 (uint8) with precision="fp8". quantizes: `moe_forward` makes the weights in e4m3 itself then.
-    place: where the results go, which are then of the tokens of several GPUs.
+    place: where the results go, which are then of the tokens of several GPUs. factors: low-rank, beside the weights.
     """
     (L, d), (E, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype
     num_tokens = None if layer.token_offsets is None else L
@@ -127,7 +135,7 @@ def configure_forward(
         in_e4m3 = fp8.configure(layer.x, E, R, h, options.halves, 1, options.interleaved)
         launches["quantize"] = fp8.configure_weights(w1, layer.w2, options.interleaved) if quantizes else None
     if L and R:
-        launches |= _forward_launches(layer, options, limits, index, (up, down, up_bias), in_e4m3, place)
+        launches |= _forward_launches(layer, options, limits, index, (up, down, up_bias), in_e4m3, place, factors)
     return Forward(
         options=options,
         dispatch=steps,
@@ -153,6 +161,7 @@ def _forward_launches(
     parameters: tuple[Weight, Weight, Bias | None],
     in_e4m3: fp8.Pass | None,
     place: push.PeerOffset | None,
+    factors: Lora | None,
 ) -> dict[str, Any]:
     """The launches after dispatch, by the names of `Forward`."""
     (_, d), (_, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype
@@ -161,14 +170,15 @@ def _forward_launches(
     if in_e4m3:
         up_read, down_read = in_e4m3.weights.up_fwd, in_e4m3.weights.down_fwd
         x_rows, y_rows = in_e4m3.rows_operand, in_e4m3.routed_operand
+    beside_up, beside_down = lora.factors_beside(factors, options, True)
     weights, interleaved, keeps_fp8 = layer.router_weights, options.interleaved, options.save == "fp8"
     act = options.activation
-    up_product = Product("up_fwd", index, x_rows, up_read, h, d, act, interleaved, up_bias)
+    up_product = Product("up_fwd", index, x_rows, up_read, h, d, act, interleaved, up_bias, beside_up)
     up_fwd = grouped_gemm.configure(up_product, limits, Rows(h), weights_on_input=options.on_input, fp8_saved=keeps_fp8)
     by_slot = index.by_slot if options.unreduced else index
     down_bias = Bias.of(layer.b2_parts) if layer.b2 else None
     down_fwd = panels.configure(
-        Product("down_fwd", by_slot, y_rows, down_read, d, h, act, bias=down_bias),
+        Product("down_fwd", by_slot, y_rows, down_read, d, h, act, bias=down_bias, lora=beside_down),
         limits,
         weights_dtype=None if weights is None or options.on_input else weights.dtype,
         overwrites=options.save != "paper",
@@ -176,6 +186,12 @@ def _forward_launches(
         place=place,
     )
     launches: dict[str, Any] = {"up_fwd": up_fwd, "down_fwd": down_fwd}
+    if factors and up_fwd.lora:
+        of_pair = (factors.a1, factors.b1), factors.scale1, up_fwd.lora
+        launches["lora1"] = lora.configure_forward(0, index, x_rows, *of_pair)
+    if factors and down_fwd.lora:
+        of_pair = (factors.a2, factors.b2), factors.scale2, down_fwd.lora
+        launches["lora2"] = lora.configure_forward(1, index, y_rows, *of_pair)
     if keeps_fp8 and up_fwd.tier == "sm80":
         form = dtype, h, options.halves, interleaved
         launches["quantize_saved"] = saved_fp8.configure("quantize", index, *form, limits)
@@ -201,6 +217,7 @@ class ForwardResult(NamedTuple):
     ids: Any  # the int32 copy of int64 ids
     first_layer: Any
     y_swi: Any
+    lora_rows: LoraRows
 
 
 class PassExtras(NamedTuple):
@@ -213,6 +230,8 @@ class PassExtras(NamedTuple):
     grad_scales: int = 0  #: of the rows of grad_out, likewise
     to: push.Addresses = push.NOWHERE  #: where the result goes, in place of an array
     decode: Callable[[Runtime, int], None] | None = None  #: fills w1 or w2, of experts with tokens by the offsets given
+    factors: Lora = Lora(0, 0, 0, 0)  #: addresses of the low-rank factors
+    lora_rows: LoraRows = LoraRows(0, 0)  #: of what forward kept of them
 
 
 PLAIN_PASS = PassExtras()
@@ -220,7 +239,7 @@ PLAIN_PASS = PassExtras()
 
 def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassExtras = PLAIN_PASS) -> ForwardResult:
     """Paper section 3.1, from the addresses of the layer's arrays."""
-    out, wait, weights_fp8, x_scales, _, to, decode = extras
+    out, wait, weights_fp8, x_scales, _, to, decode, factors, _ = extras
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets)
     if decode is not None:
         decode(run, index[EXPERT_TOKEN_OFFSETS])
@@ -243,6 +262,9 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
         down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
         of_up_fwd = GemmExtras(x_e4m3.scales, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
         of_down_fwd = GemmExtras(y_e4m3[1].ptr, weights_fp8.w2_scales, 0, 0, *to)
+    u1 = u2 = beside_up = beside_down = None
+    if steps.lora1:
+        u1, of_up_fwd, beside_up = steps.lora1.make(run, index, rows, (factors.a1, factors.b1), of_up_fwd)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
         unquantized = None
@@ -265,12 +287,13 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
             extras=of_up_fwd,
         )
         if steps.quantize_saved and unquantized and first_layer:
-            offsets = index[EXPERT_TOKEN_OFFSETS]
-            run.launch(steps.quantize_saved, unquantized.ptr, offsets, first_layer.ptr)
+            run.launch(steps.quantize_saved, unquantized.ptr, index[EXPERT_TOKEN_OFFSETS], first_layer.ptr)
         del unquantized
-    del row_weights, x_e4m3
+    del row_weights, x_e4m3, beside_up
     if not (out or to.peers):
         out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
+    if steps.lora2:
+        u2, of_down_fwd, beside_down = steps.lora2.make(run, index, y_swi_ptr, (factors.a2, factors.b2), of_down_fwd)
     if steps.down_fwd:
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, squares if steps.down_fwd.square else index)
         panels.sum_of_rows(
@@ -285,7 +308,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
             source=layer.x,
             extras=of_down_fwd,
         )
-        del by_row, of_squares
+        del by_row, of_squares, beside_down
     elif steps.cleared_bytes and out:
         run.clear(out.ptr, steps.cleared_bytes)
     return ForwardResult(
@@ -294,4 +317,5 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
         ids_copy.array if ids_copy else None,
         first_layer.array if first_layer else None,
         y_swi.array if y_swi and steps.keeps_y_swi else None,
+        LoraRows(u1 and u1.array, u2 and u2.array) if steps.keeps_lora_rows else NO_LORA_ROWS,
     )

@@ -8,6 +8,7 @@ import numpy as np
 from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.fp8 import first_layer_of, quantize_weights, save_first_layer
+from moeblaze_cupy.reference.lora import Factors
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
 from moeblaze_cupy.reference.products import InFp8, Plain, Products
 from moeblaze_cupy.types import (
@@ -18,6 +19,8 @@ from moeblaze_cupy.types import (
     Gradients,
     LayerArrays,
     LayerOptions,
+    Lora,
+    LoraRows,
     SavedForBackward,
     activation_of,
     gate_and_up,
@@ -63,16 +66,23 @@ def _first_layer(
     expert: int,
     store: np.dtype[Any],
     gate_up: str,
+    factors: Factors,
+    u1: HostArray | None,
+    rows: slice,
 ) -> HostArray:
     """x w1 + b1 of one expert's tokens: x_rows (n, d) -> (n, 2h) in the order of w1's columns, or (n, h) if not gated.
 
-    Rounded to `store`. b1_parts is empty without a bias.
+    Rounded to `store`. b1_parts is empty without a bias. u1 (R, r): None without a factor of w1; its rows are written.
     """
     compute = x_rows.dtype
     blocks = products.up_fwd(expert, x_rows)  # each (n, h)
     for block, part in zip(blocks, b1_parts, strict=False):
         block += cast(part[expert], compute)
-    return cast(cast(_side_by_side(blocks, gate_up), store), compute)
+    ab = _side_by_side(blocks, gate_up)
+    if u1 is not None:
+        u1[rows] = factors.first(0, expert, x_rows)
+        ab += factors.second(0, expert, u1[rows])
+    return cast(cast(ab, store), compute)
 
 
 def _products(
@@ -204,6 +214,7 @@ def moe_forward(
     max_slots: int | None = None,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
+    lora: Lora | None = None,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -225,6 +236,7 @@ def moe_forward(
     identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
     max_slots  rows of what is kept, R, in place of L*k; see dispatch
     precision, fp8_weights  "fp8": see reference.products; of w1 and w2, or None: they are quantised here
+    lora     factors beside w1 and w2, or None: see reference.lora
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -240,6 +252,7 @@ def moe_forward(
     index = dispatch(ids, num_experts, token_offsets, max_slots)
     num_rows = index.num_rows
     options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
+    factors = Factors(lora, x.dtype, compute)
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     if identity_experts:
         is_identity = (ids.reshape(-1) >= num_experts) & (ids.reshape(-1) < num_experts + identity_experts)  # (L*k,)
@@ -251,15 +264,19 @@ def moe_forward(
         first_layer = np.zeros((num_rows, h * len(w1_parts)), x.dtype)  # (R, 2h) or (R, h)
     if save == "paper":
         y_swi = np.zeros((num_rows, h), x.dtype)  # (R, h)
+    u1, u2 = (factors.rows(pair, num_rows) for pair in (0, 1))  # (R, r) each
 
     # Expert computation. All experts' results are held at once because the sum over slots is in slot order.
     expert_out = np.empty((num_rows, d), compute)  # (R, d)
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
-        ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
+        ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up, factors, u1, rows)  # (n, 2h or h)
         scaled = ab if row_weights is None else ab * row_weights[rows]  # (w x) w1 = w (x w1)
         (V, _), (M, _) = activate(*_halves(scaled, act, gate_up), act)  # (n, h) each
         expert_out[rows] = products.down_fwd(expert, V * M)  # (n, d)
+        if u2 is not None:
+            u2[rows] = factors.first(1, expert, cast(cast(V * M, x.dtype), compute))
+            expert_out[rows] += factors.second(1, expert, u2[rows])
         if b2 is not None:
             expert_out[rows] += cast(b2[expert], compute)
         if first_layer is not None:
@@ -281,7 +298,10 @@ def moe_forward(
         first_layer = save_first_layer(first_layer, h, gate_up == "interleaved")
     arrays = LayerArrays(x, None, weights, *gate_and_up(w1), w2, *gate_and_up(b1), b2)
     multiplied = fp8_weights if precision == "fp8" else None
-    return out, SavedForBackward(arrays, options, index, first_layer, y_swi, fp8_weights=multiplied)
+    saved = SavedForBackward(arrays, options, index, first_layer, y_swi, fp8_weights=multiplied, lora=lora)
+    if save != "recompute":
+        saved.lora_rows = LoraRows(u1, u2)
+    return out, saved
 
 
 def moe_backward(
@@ -307,9 +327,10 @@ def moe_backward(
     """
     x, w2, b2, index, options = saved.x, saved.w2, saved.b2, saved.index, saved.options
     activation, gate_up = activation_of(options.activation), options.gate_up
-    needs = saved.gradients if needs is None else needs
+    needs = saved.default_gradients if needs is None else needs
     compute = compute_dtype(x)
     num_rows = index.num_rows
+    factors = Factors(saved.lora, x.dtype, compute)
     w1_parts = _parts(saved.w1, activation, gate_up)  # each (E, d, h)
     b1_parts = () if saved.b1 is None else _parts(saved.b1, activation, gate_up)  # each (E, h)
     products = _products(w1_parts, w2, saved.fp8_weights, activation, gate_up, x)
@@ -326,6 +347,7 @@ def moe_backward(
     kept = saved.first_layer
     if options.save == "fp8":
         kept = first_layer_of(kept, num_rows, w2.shape[1], len(w1_parts), gate_up == "interleaved")  # (R, 2h) or (R, h)
+    u1, u2 = saved.lora_rows if kept is not None else (factors.rows(pair, num_rows) for pair in (0, 1))  # (R, r) each
     weights = saved.weights
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     present = positions >= 0  # (L*k,)
@@ -339,7 +361,7 @@ def moe_backward(
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
         if kept is None:
-            ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
+            ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up, factors, u1, rows)  # (n, 2h or h)
         else:
             ab = cast(kept[rows], compute)  # (n, 2h) or (n, h)
         scale = row_weights[rows]  # (n, 1)
@@ -357,9 +379,15 @@ def moe_backward(
             _add(totals["w2"], expert, (on_output * y).T @ grad_rows)  # (h, d) line 18
         if "b2" in needs:
             _add(totals["b2"], expert, (on_output * grad_rows).sum(axis=0))  # (d,)
-        if not {"x", "weights", "w1", "b1"}.intersection(needs):
+        if not {"x", "weights", "w1", "b1", "lora"}.intersection(needs):
             continue
         grad_y = products.down_bwd(expert, grad_rows)  # (n, h) line 20, still without the router weight
+        if u2 is not None:
+            if kept is None:
+                u2[rows] = factors.first(1, expert, y)
+            v2 = factors.first_bwd(1, expert, grad_rows)  # (n, r) still without the router weight
+            grad_y += factors.second_bwd(1, expert, v2)
+            factors.add_gradients(1, expert, (y * on_output, v2), (grad_rows * on_output, u2[rows]))
         # The gradient of a router weight is <grad, y w2 + b2>, where <grad, y w2> = <grad w2^T, y>: no need for the
         # expert's result y w2.
         grad_row_weights[rows] = (grad_y * y).sum(axis=1)  # (n,)
@@ -378,6 +406,12 @@ def moe_backward(
             _add(total, expert, grad_half.sum(axis=0))  # (h,)
         if "x" in needs:
             grad_x_rows[rows] = products.up_bwd(expert, grad_ab)  # (n, d) line 30
+        if u1 is not None:
+            of_ab = cast(cast(_side_by_side(grad_ab, gate_up), x.dtype), compute)  # (n, 2h) or (n, h)
+            v1 = factors.first_bwd(0, expert, of_ab)  # (n, r)
+            factors.add_gradients(0, expert, (x_rows, v1), (of_ab, u1[rows]))
+            if "x" in needs:
+                grad_x_rows[rows] += factors.second_bwd(0, expert, v1)
 
     # 3. Token gradient accumulation.
     grad_x = None
@@ -394,4 +428,5 @@ def moe_backward(
         if identity.any():
             tokens = _tokens_of_slots(index)[identity]  # (m,)
             flat[identity] = (cast(grad_out[tokens], compute) * cast(x[tokens], compute)).sum(axis=1)
-    return Gradients(x=grad_x, weights=grad_weights, **totals)
+    of_factors = factors.gradients() if "lora" in needs else None
+    return Gradients(x=grad_x, weights=grad_weights, **totals, lora=of_factors)

@@ -18,7 +18,7 @@ from moeblaze_cupy.layer import backward
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PassExtras
 from moeblaze_cupy.tools.memory import LayerShape
-from moeblaze_cupy.types import BackwardArrays, LayerArrays
+from moeblaze_cupy.types import FACTORS, BackwardArrays, LayerArrays, Lora, LoraRows
 
 GAP = 1 << 12  # bytes between buffers
 FIRST_ADDRESS = 1 << 60  # of buffers: far from the addresses that inputs are given
@@ -44,6 +44,13 @@ CONTENTS: dict[str, str | dict[str, str]] = {
     "partial_sums": "partial sums for the router weights",
     "panel": "column panel",
     "sums": "split-K sums",
+    "out": {
+        "lora_pack": "packed low-rank factor",
+        **{f"lora_{name}": name for name in ("u1", "u2", "v1", "v2")},
+        "lora_sums": "gradient of a low-rank factor",
+    },
+    "weighted": "weighted u2",
+    "parts": "partial sums of a low-rank factor's gradient",
 }
 
 
@@ -217,12 +224,13 @@ def layer(
         b2=packed((s.E, s.d), s.bias) if s.bias else None,
         token_offsets=packed((s.L + 1,), "int32") if s.ragged else None,
     )
-    forward_steps = experts.configure_forward(arrays, options, limits)
+    factors = _factors(s) if s.lora_rank else None
+    forward_steps = experts.configure_forward(arrays, options, limits, factors=factors)
     run, weights_fp8 = Recorder(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
     addresses = LayerArrays(*[0] * len(arrays))
     result = experts.moe_forward(run, forward_steps, addresses, PassExtras(weights_fp8=weights_fp8))
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
-    buffers |= {"y_swi": result.y_swi}
+    buffers |= {"y_swi": result.y_swi, **result.lora_rows._asdict()}
     if save:
         buffers |= {"index lists": result.lists, "int32 copy of the ids": result.ids}
     forward = Pass("forward", run, _present(buffers))
@@ -232,15 +240,25 @@ def layer(
     sums: dict[str, tuple[Layout, ...]] = {}
     if accumulate:
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
-    backward_steps = backward.configure_after(forward_steps, arrays, limits, tuple(sums.items()))
+    backward_steps = backward.configure_after(forward_steps, arrays, limits, tuple(sums.items()), factors)
     run = Recorder()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     totals: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
     read = BackwardArrays(0, addresses, 0, 0, 0)
-    extras = PassExtras(weights_fp8=weights_fp8)
+    rows = LoraRows(1, 1) if factors and save != "recompute" else LoraRows(0, 0)
+    extras = PassExtras(weights_fp8=weights_fp8, lora_rows=rows)
     gradients = backward.moe_backward(run, backward_steps, saved, totals, read, extras).gradients
-    named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
+    named = {f"gradient of {name}": array for name, array in vars(gradients).items() if name != "lora"}
+    if gradients.lora:
+        of_factors = zip(FACTORS, gradients.lora.factors, strict=True)
+        named |= {f"gradient of lora.{name}": array for name, array in of_factors}
     return DryRun((forward, Pass("backward", run, _present(named))), x_bytes)
+
+
+def _factors(s: LayerShape) -> Lora:
+    rank = s.lora_rank or 0
+    shapes = (s.E, rank, s.d), (s.E, s.g * s.h, rank), (s.E, rank, s.h), (s.E, s.d, rank)
+    return Lora(*(packed(shape, "float32") for shape in shapes))
 
 
 def _weight(s: LayerShape, rows: int, columns: int, dtype: str) -> Layout:

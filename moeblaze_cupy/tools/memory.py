@@ -32,6 +32,7 @@ class LayerShape:
     options: LayerOptions = PLAIN  # what slots do; the fields beside it say the rest
     max_slots: int | None = None  # of slots that have a row; None: all L*k
     precision: str | None = None  # "fp8": products in e4m3, of weights that were quantised before
+    lora_rank: int | None = None  # of float32 factors beside both weights, which are frozen then
 
     def of_layer(self, save: str | None) -> LayerOptions:
         """The options of the layer's calls."""

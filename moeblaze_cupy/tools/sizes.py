@@ -30,6 +30,7 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         bias=args.dtype if args.bias == "weights" else args.bias,
         gate_up=args.gate_up,
         precision=None if args.precision == "bf16" else args.precision,
+        lora_rank=args.lora_rank,
     )
     if s.gate_up == "interleaved" and s.g == 1:
         raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
@@ -39,6 +40,8 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
             raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
         if s.gate_up == "interleaved":
             raise CommandError("--gate-up: expected halves with --precision fp8, got interleaved")
+    if s.lora_rank and s.precision:
+        raise CommandError("--lora-rank: expected none with --precision fp8")
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
@@ -56,6 +59,7 @@ def slot_options(s: LayerShape) -> str:
     """What is not as in the plain layer, each after a comma."""
     found = ["L*k pairs"] if s.ragged else []
     found += [f"precision={s.precision!r}"] if s.precision else []
+    found += [f"low-rank factors of rank {s.lora_rank}"] if s.lora_rank else []
     plain = PLAIN._asdict()
     found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
     return "".join(f", {text}" for text in found)

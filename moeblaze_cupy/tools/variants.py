@@ -7,6 +7,7 @@ from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.loader import Variant
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm.variants import EPILOGUES, bias_variant, gemm_variant
+from moeblaze_cupy.lora.launches import pack_variant, product_variant, sums_variant
 from moeblaze_cupy.quantised import decode, encode
 
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu")
@@ -32,6 +33,7 @@ def variants(
     fp8: bool = False,
     fp8_saved: bool = False,
     formats: Sequence[str] = (),
+    lora: bool = False,
 ) -> list[Variant]:
     """Every module that callers with these dtypes, weight memory orders and activations can need, of any sizes.
 
@@ -41,6 +43,7 @@ def variants(
     layers without, or several of these. weights_on: "output", "input" or both.
     fp8: also the products of precision="fp8", which bfloat16 layers with gate_up="halves" have on Hopper.
     fp8_saved: also those of save="fp8". formats: also those of frozen weights in these formats.
+    lora: also those of low-rank factors, of any ranks.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     found |= dict.fromkeys(variant for form in formats for variant in (*decode.variants(form), encode.variant(form)))
@@ -55,6 +58,10 @@ def variants(
         either, on_input = (False, True), [place == "input" for place in weights_on]
         takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and gate_up == "halves" and entry in EPILOGUES
         plain_and_e4m3, plain_and_saved = either[: 1 + (fp8 and takes_fp8)], either[: 1 + fp8_saved]
+        plain_and_lora: tuple[str | None, ...] = (None,)  # where the factor is
+        if lora and entry in EPILOGUES:
+            in_spare = config.tier == "sm90" and entry != "down_bwd"
+            plain_and_lora = (None, "stages", "spare") if in_spare else (None, "stages")
         for (
             weights_dtype,
             accumulate,
@@ -66,10 +73,27 @@ def variants(
             e4m3,
             in_fp8,
             square,
+            of_lora,
         ) in itertools.product(
-            weights_dtypes, totals, either, either, either, either, on_input, plain_and_e4m3, plain_and_saved, either
+            *(
+                weights_dtypes,
+                totals,
+                either,
+                either,
+                either,
+                either,
+                on_input,
+                plain_and_e4m3,
+                plain_and_saved,
+                either,
+            ),
+            plain_and_lora,
         ):
             if stored_y_swi and (weights_on_input or e4m3 or in_fp8):  # then down_bwd reads no y_swi
+                continue
+            if of_lora and e4m3:
+                continue
+            if of_lora == "spare" and square and bias_dtype is not None:  # see gemm_config.lora_in_spare
                 continue
             variant = gemm_variant(
                 entry,
@@ -91,9 +115,29 @@ def variants(
                 fp8=e4m3,
                 fp8_saved=in_fp8,
                 square=square,
+                lora=of_lora is not None,
+                lora_in_spare=of_lora == "spare",
             )
             found[variant] = None
         if bias_dtype is not None:
             outs = dict.fromkeys((bias_dtype, "float32", dtype) if accumulates else (bias_dtype,))
             found |= dict.fromkeys(bias_variant(dtype, is_aligned, bias_dtype, out) for out in outs)
+    if lora:
+        found |= dict.fromkeys(_lora_variants(dtypes, aligned))
     return list(found)
+
+
+def _lora_variants(dtypes: Sequence[str], aligned: Sequence[bool]) -> list[Variant]:
+    """Of the kernels of low-rank factors."""
+    found = []
+    for dtype in dtypes:
+        for given in dict.fromkeys(("float32", dtype)):
+            found += [pack_variant(dtype, given), sums_variant(given)]
+        for is_aligned, pair, side in itertools.product(aligned, (1, 2), ("u", "v", "da", "db")):
+            gathers = (side, pair) in (("u", 1), ("v", 2), ("da", 1), ("db", 2))
+            options = f"lora_{side}{pair}", dtype, is_aligned, gathers
+            if side in ("u", "v"):
+                found += [product_variant("lora_rows.cu", *options, COLUMNS=c) for c in (16, 32, 64, 128)]
+            else:
+                found += [product_variant("lora_gram.cu", *options, RANKS=r) for r in (16, 32, 64)]
+    return found

@@ -55,6 +55,8 @@ REGISTER_CAPS = {
     "capacity.cu": 64,
     "balance.cu": 64,
     "clear.cu": 32,
+    "lora_pack.cu": 40,
+    "lora_sums.cu": 48,
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
     "square_tiles.cu": 40,
@@ -67,10 +69,15 @@ REGISTER_CAPS = {
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's, none where a lane routes.
 ALIGNED_SPILL_CAP, UNALIGNED_SPILL_CAP = 64, 320
+# Measured: 20 at most in Hopper's up_fwd with a low-rank factor in the spare bytes. Its producer gathers rows, and
+# stores and loads a few registers once per tile.
+GATHERING_SPILL_CAP = 24
 
 
 def spill_cap(variant) -> int:
     macros = dict(variant.macros)
+    if macros.get("LORA_IN_SPARE") == "1" and macros["GATHER"] == "1":
+        return GATHERING_SPILL_CAP
     if variant.source.endswith("_sm90.cu") or (variant.source == "router_lane.cu" and macros["ALIGNED"] == "1"):
         return 0
     return UNALIGNED_SPILL_CAP if macros.get("ALIGNED") == "0" else ALIGNED_SPILL_CAP
@@ -193,6 +200,7 @@ def static_shared_cap(variant, limits) -> int:
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
     arrays["square_tiles.cu"] = 4 * (launch_config.TILES_THREADS + launch_config.TILES_THREADS // 32)
     arrays["decode.cu"] = 4 * 16 * 32  # a table for each bank
+    arrays["lora_pack.cu"], arrays["lora_sums.cu"] = 4 * 32 * 33, 4 * 64 * 17
     arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
@@ -291,6 +299,7 @@ def variants_of(arch: str) -> list:
             every += [replace(v, macros=tuple((dict(v.macros) | {"PUSHES": "1"}).items())) for v in pushes]
             every += summing()
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
+        every += with_lora(variants, arch)
         kept = variants(bf16, row, ("swiglu", "gelu"), (True,), fp8_saved=True)
         kept += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, fp8_saved=True)
         every += [v for v in kept if ("FP8_SAVED", "1") in v.macros and beside.isdisjoint(v.macros)]
@@ -303,6 +312,18 @@ def variants_of(arch: str) -> list:
     return [v for v in dict.fromkeys(every) if not ({("ALIGNED", "0"), ("WEIGHT", "bf16")} <= set(v.macros))]
 
 
+def with_lora(variants, arch: str) -> list:
+    """Kernels of low-rank factors, and products beside them: all of bf16, one form of other dtypes and options."""
+    every = variants(("bfloat16",), ("row", "transposed"), ("swiglu",), (True,), lora=True)
+    every += variants(
+        ("bfloat16",), ("row",), ("swiglu_oai",), (True,), lora=True, gate_ups=("interleaved",), biases=("float32",)
+    )
+    every += variants(("float16",), ("row",), ("gelu",), (True,), lora=True, fp8_saved=True, weights_on=("input",))
+    if arch == "80":
+        every += variants(("float32",), ("row",), ("swiglu",), (True, False), lora=True)
+    return [v for v in every if ("LORA", "1") in v.macros or v.source.startswith("lora_")]
+
+
 @pytest.mark.parametrize("arch", LIMITS)
 def test_every_variant_compiles_within_its_caps(arch):
     with ThreadPoolExecutor(2) as pool:  # NVRTC runs without the GIL
@@ -312,7 +333,7 @@ def test_every_variant_compiles_within_its_caps(arch):
 
 def one_of_each_source() -> list:
     """A variant per kernel source, for sm_90a."""
-    every = all_variants.variants(aligned=(True, False), biases=(None, "weights"), formats=WEIGHT_FORMATS)
+    every = all_variants.variants(aligned=(True, False), biases=(None, "weights"), formats=WEIGHT_FORMATS, lora=True)
     every += router_variants()
     return [next(v for v in every if v.source == source) for source in loader.sources()]
 
@@ -328,7 +349,7 @@ def test_a_missing_macro_is_an_error_that_names_it(variant):
         try:
             without = attempt(source, variant.source, tuple(o for o in options if o != option), "90a")
         except RuntimeError as error:
-            assert re.search(rf'error: .*"{name}"', str(error)), name
+            assert re.search(rf'error: ("{name}"|{name}\b|.*"{name}")', str(error)), name
         else:
             assert sorted(code_sections(without.cubin)) == sorted(code_sections(compiled(variant, "90a").cubin)), name
 
@@ -344,7 +365,9 @@ def test_headers_compile_alone(header):
         for v in all_variants.variants(fp8=True, fp8_saved=True)
         if {("FP8", "1"), ("FP8_SAVED", "1")} <= set(v.macros)
     ]
-    variant = next(v for v in (*in_e4m3, *one_of_each_source()) if header in structs.included(v.source))
+    in_spare = [v for v in all_variants.variants(lora=True) if ("LORA_IN_SPARE", "1") in v.macros]
+    which = in_spare if header == "lora_spare_sm90.cuh" else (*in_e4m3, *one_of_each_source())
+    variant = next(v for v in which if header in structs.included(v.source))
     attempt(f'#pragma nv_diag_error 193\n#include "{header}"\n', "alone.cu", loader.options(variant), "90a")
 
 

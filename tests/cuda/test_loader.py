@@ -135,6 +135,7 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     if entry in GEMMS:
         plain = {"STORED_Y_SWI": "0", "CLUSTER_CTAS": "1", "WEIGHT": "float"}
         plain |= {"PUSHES": "0", "FP8_SAVED": "0", "FP8": "0", "EXPERT_SCALES": "1"}
+        plain |= {"LORA_IN_SPARE": "0", "LORA_STAGES": "0"}
         columns = {"TILE_COLUMNS": "128" if entry == "up_fwd" else "256"}
         constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items(), *columns.items()}
     assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
@@ -156,6 +157,7 @@ def every_variant():
         fp8_saved=True,
         formats=WEIGHT_FORMATS,
     )
+    found += all_variants.variants(lora=True)
     options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True, "tier": "sm90"}
     found += [gemm_variant("down_fwd", **options, to_tokens=True, pushes=True)]
     found += [gemm_variant("up_wgrad", **options, summed="float32"), *router_variants()]

@@ -27,7 +27,7 @@ struct NamedBarrier { unsigned threads = 0, arrived = 0; std::vector<Fibre*> wai
 // The product of one wgmma. Rows of A and B as they lie in shared memory, at the issue; then the result.
 struct Product {
     uint64 a, b;
-    bool a_transposed, b_transposed, done;
+    bool a_transposed, b_transposed, a_in_registers, done;
     unsigned columns;
     float (*to_float)(unsigned short);  // null: of e4m3, twice as many along K
     const void* pc;

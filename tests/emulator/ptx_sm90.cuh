@@ -44,8 +44,9 @@ void store_matrices(void* const* operands, unsigned lanes);
 
 void fence_products();
 void commit_products();
+// to_float: null of e4m3. a_fragment: A in registers, in place of the descriptor.
 void issue_product(float (*d)[4], unsigned fragments, uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
-                   float (*to_float)(unsigned short));  // null: of e4m3
+                   float (*to_float)(unsigned short), const unsigned* a_fragment = nullptr);
 void wait_for_products(unsigned left);
 
 }  // namespace cuemu
@@ -177,6 +178,14 @@ template <int A_TRANSPOSED, int B_TRANSPOSED, int FRAGMENTS>
 __device__ __forceinline__ void wgmma_fp16(float (&d)[FRAGMENTS][4], uint64 a, uint64 b, int accumulate) {
     static_assert(FRAGMENTS == 24 || FRAGMENTS == 32, "those that ptx_sm90.cuh has");
     cuemu::issue_product(d, FRAGMENTS, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_fp16);
+}
+template <int B_TRANSPOSED, int FRAGMENTS>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[FRAGMENTS][4], const unsigned (&a)[4], uint64 b) {
+    cuemu::issue_product(d, FRAGMENTS, 0, b, true, false, B_TRANSPOSED, cvt_f32_from_bf16, a);
+}
+template <int B_TRANSPOSED, int FRAGMENTS>
+__device__ __forceinline__ void wgmma_fp16(float (&d)[FRAGMENTS][4], const unsigned (&a)[4], uint64 b) {
+    cuemu::issue_product(d, FRAGMENTS, 0, b, true, false, B_TRANSPOSED, cvt_f32_from_fp16, a);
 }
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {

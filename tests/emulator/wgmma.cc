@@ -49,8 +49,8 @@ static void check_descriptor(uint64 descriptor, bool transposed, char operand, c
 
 static void check_unchanged(const Block& of, const Product& p) {
     static unsigned short now[256 * 16];
-    read_operand(of, p.a, p.a_transposed, 64, now, p.pc);
-    const bool a_changed = memcmp(now, p.a_held, sizeof p.a_held);
+    if (!p.a_in_registers) read_operand(of, p.a, p.a_transposed, 64, now, p.pc);
+    const bool a_changed = !p.a_in_registers && memcmp(now, p.a_held, sizeof p.a_held);
     read_operand(of, p.b, p.b_transposed, p.columns, now, p.pc);
     if (a_changed || memcmp(now, p.b_held, p.columns * 32))
         CUEMU_REPORT(p.pc, "wgmma: operand %c was written before the wait for the product, issued", a_changed ? 'A' : 'B');
@@ -134,7 +134,7 @@ static bool is_poison(const float (*d)[4], unsigned fragments) {
 }
 
 void issue_product(float (*d)[4], unsigned fragments, uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
-                   float (*to_float)(unsigned short)) {
+                   float (*to_float)(unsigned short), const unsigned* a_fragment) {
     const void* pc = before(__builtin_return_address(0));
     ThreadState& me = state_of(*current);
     Warpgroup& group = state_of(*block).warpgroups[current->id / 128];
@@ -150,18 +150,22 @@ void issue_product(float (*d)[4], unsigned fragments, uint64 a, uint64 b, bool a
     }
     Product* p = group.find(me.issued);
     if (!p) {
-        check_descriptor(a, a_transposed, 'A', pc);
+        if (!a_fragment) check_descriptor(a, a_transposed, 'A', pc);
         check_descriptor(b, b_transposed, 'B', pc);
         group.products.emplace_back();
         p = &group.products.back();
         p->a = a, p->b = b, p->a_transposed = a_transposed, p->b_transposed = b_transposed, p->to_float = to_float, p->pc = pc;
-        p->columns = fragments * 8;
+        p->columns = fragments * 8, p->a_in_registers = a_fragment;
+    }
+    for (unsigned i = 0; a_fragment && i < 8; ++i) {  // as of mma.m16n8k16
+        const unsigned row = current->id % 128 / 32 * 16 + current->id % 32 / 4 + i / 2 % 2 * 8, k = i / 4 * 8 + i % 2;
+        p->a_held[row * 16 + current->id % 4 * 2 + k] = static_cast<unsigned short>(a_fragment[i / 2] >> i % 2 * 16);
     }
     if (p->a != a || p->b != b || p->a_transposed != a_transposed || p->b_transposed != b_transposed)
         CUEMU_REPORT(pc, "wgmma: threads of a warpgroup have different descriptors");
     me.pending.push_back({me.issued++, me.groups, accumulate});
     if (++p->issued < 128) return;
-    read_operand(*block, a, a_transposed, 64, p->a_held, pc);
+    if (!a_fragment) read_operand(*block, a, a_transposed, 64, p->a_held, pc);
     read_operand(*block, b, b_transposed, p->columns, p->b_held, pc);
     schedule(group);
 }

@@ -128,7 +128,7 @@ def test_weights_without_an_array_are_named(field):
     tensors = {
         name: array if array is None else arrays.Torch.from_numpy(array) for name, array in problem.arrays().items()
     }
-    with pytest.raises(TypeError, match=f"^moe_forward: {named}"):
+    with pytest.raises(TypeError, match=f"^moe: {named}"):
         moe(**tensors, **options)
 
 

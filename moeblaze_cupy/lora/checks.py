@@ -1,0 +1,63 @@
+"""Checks of low-rank factors, from shapes and dtypes alone; see `moeblaze_cupy.checks`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.frameworks import Array
+from moeblaze_cupy.types import FACTORS, LayerArrays, LayerOptions, Lora
+
+MAX_RANK = 256
+
+
+NAMES = tuple(f"lora.{name}" for name in FACTORS)
+
+
+def given(function: str, lora: Any) -> Lora:
+    """The argument `lora`, if its pairs are whole and its scales are numbers, which are then floats."""
+    if not isinstance(lora, Lora):
+        raise checks.bad_type(function, "lora", "moeblaze_cupy.Lora or None", type(lora))
+    for first, second in (("a1", "b1"), ("a2", "b2")):
+        if (getattr(lora, first) is None) != (getattr(lora, second) is None):
+            missing = first if getattr(lora, first) is None else second
+            raise checks.bad_value(function, f"lora.{missing}", f"{first} and {second}, or neither", None)
+    if lora.a1 is None and lora.a2 is None:
+        raise checks.bad_value(function, "lora", "a1 and b1, a2 and b2, or all four", "no factors")
+    scales = {}
+    for name in ("scale1", "scale2"):
+        scale = getattr(lora, name)
+        if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
+            raise checks.bad_type(function, f"lora.{name}", "a number", repr(scale))
+        if not math.isfinite(np.float32(scale)):
+            raise checks.bad_value(function, f"lora.{name}", "a number that is finite in float32", scale)
+        scales[name] = float(scale)
+    return lora._replace(**scales)
+
+
+def layer(function: str, of: LayerArrays, options: LayerOptions, factors: Sequence[Array | None]) -> None:
+    """of: a layer that has passed its checks, `frameworks.Array` of each. factors: in the order of NAMES."""
+    if options.precision is not None:
+        raise checks.bad_value(function, "precision", "None with lora", repr(options.precision))
+    d, (E, h, _) = of.x.shape[1], of.w2.shape
+    gate = "2h" if options.gated else "h"
+    sizes = {"lora.a1": ("d", d), "lora.b1": (gate, h * options.halves), "lora.a2": ("h", h), "lora.b2": ("d", d)}
+    arrays = dict(zip(NAMES, factors, strict=True))
+    for first, second in (("lora.a1", "lora.b1"), ("lora.a2", "lora.b2")):
+        a, b = arrays[first], arrays[second]
+        if a is None or b is None:
+            continue
+        letter, columns = sizes[first]
+        if len(a.shape) == 2:
+            checks.shape(function, first, a, f"r, {letter}", (None, columns))
+        else:
+            checks.shape(function, first, a, f"E, r, {letter}", (E, None, columns))
+        rank = a.shape[-2]
+        if not 1 <= rank <= MAX_RANK:
+            raise checks.bad_value(function, first, f"a rank from 1 to {MAX_RANK}", rank)
+        letter, rows = sizes[second]
+        checks.shape(function, second, b, f"E, {letter}, r", (E, rows, rank))
+        for name, array in ((first, a), (second, b)):
+            checks.dtype(function, name, array, tuple(dict.fromkeys(("float32", of.x.dtype))))
