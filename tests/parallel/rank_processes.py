@@ -89,15 +89,19 @@ class RankProcesses:
         waiting = {connection: rank for rank, connection in enumerate(self.connections)}
         while waiting and (ready := wait(waiting, max(end - time.monotonic(), 0))):
             for connection in ready:
-                with suppress(EOFError, ConnectionResetError):
-                    said[waiting[connection]] = connection.recv()
-                del waiting[connection]
+                rank = waiting.pop(connection)
+                try:
+                    said[rank] = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    with suppress(subprocess.TimeoutExpired):
+                        self.processes[rank].wait(timeout=10)  # for its exit status
+        processes, hung = self.processes, waiting.values()
         if said != [PASSED] * self.size:
             self.close()
-        hung = waiting.values()
         for rank, path in enumerate(self.printed):
             if said[rank] is None:
-                what = f"did not end within {limit:g} s" if rank in hung else "its process ended"
+                ended = f"its process ended with {processes[rank].returncode}"
+                what = f"did not end within {limit:g} s" if rank in hung else ended
                 said[rank] = f"{what}, and printed:\n{path.read_text()}"
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text not in (PASSED, LEFT)]
         assert not wrong, "\n".join(wrong)

@@ -50,7 +50,7 @@ def test_cases_that_pass_share_processes(processes):
     [
         ("fails", "rank 1: Traceback.*ValueError: of the last rank\n"),
         ("hangs", "rank 1: did not end within 4 s, and printed:\nabout to hang\n.*in run_case\n.*"),
-        ("ends", "rank 1: its process ended, and printed:\nabout to end\n"),
+        ("ends", "rank 1: its process ended with 0, and printed:\nabout to end\n"),
     ],
     ids=["fails", "hangs", "ends"],
 )
@@ -76,6 +76,6 @@ def test_processes_that_cannot_start(tmp_path):
     with closing(RankProcesses(2, tmp_path, "-c", "raise SystemExit('no such module')")) as processes:
         for _ in range(2):
             with pytest.raises(
-                AssertionError, match=r"rank 0: its process ended, and printed:\nno such module\n\n?rank 1"
+                AssertionError, match=r"rank 0: its process ended with 1, and printed:\nno such module\n\n?rank 1"
             ):
                 processes.run("passes")
