@@ -7,8 +7,8 @@ import pytest
 from tests.environment import ROOT, run_python
 from tests.markers import CASES
 
-FILE = "tests/rows/test_push.py"
-TEST = f"{FILE}::test_results_go_to_their_ranks"
+FILE = "tests/cuda/test_loader.py"
+TEST = f"{FILE}::test_variants_are_those_the_layer_launches"
 
 
 def collected(*words):
@@ -30,7 +30,7 @@ def test_every_entry_names_tests(name):
 def test_a_call_leaves_out_what_it_does_not_name():
     """`-o testpaths` stands for the call without a path, which collects all files."""
     without_path = "-o", f"testpaths={FILE}"
-    not_long, not_slow = CASES[FILE]
+    not_long, not_slow = CASES[TEST]
     assert 0 < not_slow < not_long
     assert collected(*without_path) == collected("-m", "not long", FILE) == not_long
     assert collected("-m", "not slow", *without_path) == not_slow
