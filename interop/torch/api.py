@@ -131,8 +131,7 @@ class _Call(NamedTuple):
 
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
     if isinstance(layer.w1_gate, QuantizedWeight) or isinstance(layer.w2, QuantizedWeight):
-        of_frozen: torch.Tensor = _moe_of_frozen(layer, options, call)
-        return of_frozen
+        return _moe_of_frozen(layer, options, call)
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
@@ -175,7 +174,7 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
     return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
+@graph_break
 def _moe_of_frozen(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
     """`_moe` with w1 or w2 in four or eight bits. Compiled code calls it between its graphs."""
     found = torch_quantised.apart(layer)
