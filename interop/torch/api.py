@@ -26,6 +26,7 @@ from moeblaze_cupy.interop.torch import router_operators as torch_router_ops
 from moeblaze_cupy.interop.torch import sums as torch_sums
 from moeblaze_cupy.interop.torch.operators import Options, Sums
 from moeblaze_cupy.layer.api import LayerExtras, forward
+from moeblaze_cupy.lora import checks as lora_checks
 from moeblaze_cupy.quantised import api as quantised
 from moeblaze_cupy.router import options as router_options
 from moeblaze_cupy.router.options import RouterOptions
@@ -36,6 +37,7 @@ from moeblaze_cupy.types import (
     Fp8Weights,
     LayerArrays,
     LayerOptions,
+    Lora,
     QuantizedWeight,
     RouterSums,
     is_gated,
@@ -65,8 +67,9 @@ def moe(
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
     keep_fp8_weights: bool = True,
+    lora: Lora | None = None,
 ) -> torch.Tensor:
-    """The MoE layer without its router: (L, d), differentiable in x, weights, w1, w2, b1 and b2.
+    """The MoE layer without its router: (L, d), differentiable in x, weights, w1, w2, b1, b2 and the factors of lora.
 
     x: (L, d) bfloat16, float16 or float32, on the CPU also float64.
     ids: (L, k) int32 or int64, or (P,) with token_offsets; an id below 0 or from E on is an empty slot.
@@ -101,8 +104,12 @@ def moe(
     Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
     in float32; of another dtype than that and autocast's they come to it.
     w1, w2: either may be `QuantizedWeight` of tensors that require no gradient. Its parts are saved for backward, which
-    decodes them again. torch.compile calls such a layer between its graphs; tensor subclasses and transforms of
-    torch.func are refused.
+    decodes them again.
+    lora: low-rank factors beside w1 and w2, as of `moeblaze_cupy.moe_forward`. Those that require a gradient get one in
+    their dtype, and so do w1 and w2 if they require it. autocast leaves factors in float32. Not with precision or
+    accumulate_into_main_grad.
+    torch.compile calls a layer with `QuantizedWeight` or lora between its graphs. Tensor subclasses and transforms of
+    torch.func are refused beside them.
     precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
     None, an operator of its own quantises the weights in a compiled graph.
     keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
@@ -114,7 +121,7 @@ def moe(
     b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
     layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
     options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, None, precision)
-    return _moe(layer, options, _Call(keep_saved, accumulate_into_main_grad, fp8_weights, keep_fp8_weights))
+    return _moe(layer, options, _Call(keep_saved, accumulate_into_main_grad, fp8_weights, keep_fp8_weights, lora=lora))
 
 
 class _Call(NamedTuple):
@@ -127,11 +134,12 @@ class _Call(NamedTuple):
     shape: tuple[int, ...] | None = (
         None  #: of out, which is no view then; None for (L, d), or that of unreduced outputs
     )
+    lora: Lora | None = None
 
 
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
-    if isinstance(layer.w1_gate, QuantizedWeight) or isinstance(layer.w2, QuantizedWeight):
-        return _moe_of_frozen(layer, options, call)
+    if call.lora is not None or isinstance(layer.w1_gate, QuantizedWeight) or isinstance(layer.w2, QuantizedWeight):
+        return _moe_without_operators(layer, options, call)
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
@@ -175,34 +183,38 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
 
 
 @graph_break
-def _moe_of_frozen(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
-    """`_moe` with w1 or w2 in four or eight bits. Compiled code calls it between its graphs."""
-    found = torch_quantised.apart(layer)
-    assert found is not None
-    frozen, plain, parts = found
+def _moe_without_operators(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
+    """`_moe` with w1 or w2 in four or eight bits, or low-rank factors. Compiled code calls it between its graphs."""
+    lora = None if call.lora is None else lora_checks.given("moe", call.lora)
+    factors: list[Any] = [] if lora is None else list(lora.factors)
+    frozen, plain, parts = torch_quantised.apart(layer)
     x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = plain
-    for name, tensor in (("x", x), ("ids", ids), *((n, t) for n, t in (("w1", gate), ("w2", w2)) if t is not None)):
+    given = ("w1", gate), ("w2", w2), *zip(lora_checks.NAMES, factors, strict=False)
+    for name, tensor in (("x", x), ("ids", ids), *((n, t) for n, t in given if t is not None)):
         torch_arguments.check_tensor(name, tensor)
-    torch_quantised.check_eager((*plain, *parts))
+    torch_quantised.check_eager((*plain, *parts, *factors))
     checks.untransformed("moe", "x", plain)
     if call.accumulate:
-        expected = "False with QuantizedWeight, which has no gradient"
+        expected = "False with lora or QuantizedWeight, which has no gradient"
         raise checks.bad_value("moe", "accumulate_into_main_grad", expected, repr(call.accumulate))
     if private.any_autocast() and torch_arguments.in_autocast(x):
-        (x, gate, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
-            x.device.type, (x, gate, w2), (weights, b1_gate, b1_up, b2)
+        (x, gate, up, w2), (weights, b1_gate, b1_up, b2, *factors) = torch_arguments.autocast(
+            x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2, *factors)
         )
     plain = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
     checks.one_of("moe", "save", options.save, SAVE_POLICIES)
     out: torch.Tensor
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in plain)):
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*plain, *factors))):
         options = LayerOptions(options.activation, None, *options[2:])
-        out = forward(frozen.joined(plain, parts), options, function="moe")[0]
+        extras = LayerExtras(fp8_weights=call.fp8_weights, lora=lora and lora.with_factors(factors))
+        out = forward(frozen.joined(plain, parts), options, extras, "moe")[0]
         return torch_autograd.in_shape(out, call.shape)
     if options.save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
-    told = torch_autograd.EagerCall(call.keep_saved, {}, options, shape=call.shape, frozen=frozen)
-    out = torch_autograd.EagerMoE.apply(told, *plain, *parts)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    scales = lora and lora.with_factors([None] * len(factors))
+    of_fp8 = call.fp8_weights, call.keep_fp8_weights
+    told = torch_autograd.EagerCall(call.keep_saved, {}, options, *of_fp8, None, call.shape, frozen, scales)
+    out = torch_autograd.EagerMoE.apply(told, *plain, *parts, *factors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 

@@ -30,7 +30,19 @@ from moeblaze_cupy.interop.torch.operators import (
 )
 from moeblaze_cupy.interop.torch.schema import split
 from moeblaze_cupy.layer import api as layer
-from moeblaze_cupy.types import Fp8Weights, LayerArrays, LayerOptions, SavedForBackward, gate_and_up, joined, pair
+from moeblaze_cupy.types import (
+    FACTORS,
+    NO_LORA_ROWS,
+    Fp8Weights,
+    LayerArrays,
+    LayerOptions,
+    Lora,
+    LoraRows,
+    SavedForBackward,
+    gate_and_up,
+    joined,
+    pair,
+)
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -393,17 +405,23 @@ class EagerCall(NamedTuple):
     owners: "torch_sums.Owners | None" = None  #: of w1 and w2, where their gradients are summed over ranks
     shape: tuple[int, ...] | None = None  #: of out, if that is another one than (L, d)
     frozen: Any = None  #: a `quantised.Frozen`, whose tensors follow those of the layer
+    lora: Lora | None = None  #: the scales, beside `frozen`, whose tensors the factors follow
 
 
 class EagerMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EagerCall, *tensors: Tensor | None) -> Tensor:
-        """tensors: of Layer, in order; the last four may be missing. With `call.frozen` all are there, and its own."""
-        ctx.keep_saved, ctx.main_grads, options, fp8_weights, keep_fp8_weights, ctx.owners, shape, ctx.frozen = call
+        """tensors: of Layer, in order; the last four may be missing, but not beside those of `call.frozen`."""
+        ctx.keep_saved, ctx.main_grads, options, fp8_weights, keep_fp8_weights, ctx.owners, shape, *others = call
+        ctx.frozen, ctx.lora = others
         out: Tensor
         extras = None if fp8_weights is None else layer.LayerExtras(fp8_weights=fp8_weights)
         number = len(LayerArrays._fields)
         arrays, parts = LayerArrays(*tensors[:number]), tensors[number:]
+        of_lora: tuple[Any, ...] = ()
+        if ctx.lora is not None:
+            parts, of_lora = parts[: -len(FACTORS)], parts[-len(FACTORS) :]
+            extras = layer.LayerExtras(fp8_weights=fp8_weights, lora=ctx.lora.with_factors(of_lora))
         if ctx.frozen is not None:
             arrays = ctx.frozen.joined(arrays, parts)
         out, saved = layer.forward(arrays, options, extras, "moe")
@@ -415,8 +433,10 @@ class EagerMoE(torch.autograd.Function):
         if ctx.in_backward is not None:
             kept, weights = None, (None,) * 3
         of_fp8 = fp8_checks.arrays_of("moe", options.precision, kept)
+        if ctx.lora is not None:
+            of_lora = *of_lora, *saved.lora_rows
         read = tensors[0], tensors[2], *weights, *tensors[6:9]
-        ctx.save_for_backward(*of_fp8, *parts, *read, saved.first_layer, saved.y_swi, lists)
+        ctx.save_for_backward(*of_fp8, *parts, *of_lora, *read, saved.first_layer, saved.y_swi, lists)
         ctx.has_fp8_weights, ctx.parts = kept is not None, len(parts)
         ctx.shape = shape
         ctx.kept, ctx.consumed = (index, saved.options, saved.decoded_by), False
@@ -440,22 +460,29 @@ class EagerMoE(torch.autograd.Function):
             fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=options.gate_up)
             unpacked = unpacked[len(fields) :]
         parts, unpacked = unpacked[: ctx.parts], unpacked[ctx.parts :]
+        lora, lora_rows, factors = None, NO_LORA_ROWS, unpacked[:0]
+        if ctx.lora is not None:
+            factors, unpacked = unpacked[: len(FACTORS)], unpacked[len(FACTORS) :]
+            u1, u2, *unpacked = unpacked
+            lora, lora_rows = ctx.lora.with_factors(factors), LoraRows(u1, u2)
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists = unpacked
         if ctx.in_backward is not None:
             gate, w2, fp8_weights = ctx.in_backward(options.save)
-        torch_sums.expect_gathered(gate, up, w2, *parts)
+        torch_sums.expect_gathered(gate, up, w2, *parts, *factors)
         if ctx.shape is not None:
             grad_out = grad_out.reshape(x.shape)
-        record_inputs(ctx, x, weights, gate, up, w2, *biases)
+        record_inputs(ctx, x, weights, gate, up, w2, *biases, *factors)
         if options.precision is not None and fp8_weights is None:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=options.gate_up)
         needed_biases = (needed[6] or needed[7], needed[8]) if biases else ()
         arrays = LayerArrays(x, None, weights, gate, up, w2, *biases)
         if ctx.frozen is not None:
             arrays = ctx.frozen.joined(arrays, parts)
-        made = index.joined((lists, None)), first_layer, y_swi, ctx.consumed, fp8_weights
-        saved = SavedForBackward(arrays, options, *made, decoded_by=decoded_by)
+        made = index.joined((lists, None)), first_layer, y_swi, ctx.consumed, fp8_weights, None
+        saved = SavedForBackward(arrays, options, *made, lora, lora_rows, decoded_by)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
+        if lora is not None and any(needed[-len(FACTORS) :]):
+            needs = (*needs, "lora")
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
         summed = () if ctx.owners is None else ctx.owners.ready(needs)
         try:
@@ -478,7 +505,8 @@ class EagerMoE(torch.autograd.Function):
         of_layer = None, grads.x, None, grads.weights, *of_weights
         if not biases:
             return of_layer
-        return (*of_layer, *gate_and_up(grads.b1), grads.b2, None, *(None for _ in parts))
+        of_factors = (None,) * len(factors) if grads.lora is None else grads.lora.factors
+        return (*of_layer, *gate_and_up(grads.b1), grads.b2, None, *(None for _ in parts), *of_factors)
 
 
 def _buffers(main_grads: Mapping[str, MainGrad], needs: tuple[str, ...]) -> dict[str, Any]:

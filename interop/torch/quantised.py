@@ -29,11 +29,9 @@ class Frozen(NamedTuple):
         return layer._replace(**found)
 
 
-def apart(layer: LayerArrays) -> tuple[Frozen, LayerArrays, list[Tensor]] | None:
-    """The frozen weights of a layer, the layer with None in their place, and their tensors; None if it has none."""
+def apart(layer: LayerArrays) -> tuple[Frozen, LayerArrays, list[Tensor]]:
+    """The frozen weights of a layer, the layer with None in their place, and their tensors."""
     weights = scratch.packed(layer)
-    if not weights:
-        return None
     parts: list[Tensor] = []
     forms = []
     for name, weight in weights.items():
@@ -56,9 +54,9 @@ def _check(parts: Mapping[str, Any]) -> None:
 
 
 def check_eager(tensors: Sequence[Tensor | None]) -> None:
-    """Raises RuntimeError where a call would have to be one of operators, which take no `QuantizedWeight`."""
+    """Raises RuntimeError where a call would have to be one of operators, which take no `QuantizedWeight` or `Lora`."""
     if not is_plain(tensors):
-        expected = "tensors with memory of their own, outside of transforms of torch.func, beside QuantizedWeight"
+        expected = "tensors with memory of their own, outside of transforms of torch.func, with lora or QuantizedWeight"
         kinds = ", ".join(sorted({type(tensor).__name__ for tensor in tensors if tensor is not None}))
         raise RuntimeError(f"moe: x: expected {expected}, got {kinds}")
 
