@@ -378,6 +378,11 @@ class MoE(torch.nn.Module):
     In place of w1_storage and w2_storage, which are None, there are parameters w1_data, w1_scales, w2_data and
     w2_scales: bytes (uint8) with E first, that require no gradient and that no cast of the module's floats changes.
     They are zeros, for a state that is loaded; `quantize_experts` makes them of a module's own weights.
+    lora_rank: None, or the rank r, 1 to 256, of low-rank factors: w1, w2, b1 and b2 then require no gradient, and there
+    are float32 parameters `lora_a1` (E, r, d), `lora_b1` (E, 2h, r) or (E, h, r), `lora_a2` (E, r, h) and `lora_b2`
+    (E, d, r), those of `moeblaze_cupy.Lora`. The router trains as it did. Of each pair a is uniform within
+    1 / sqrt(fan in), as of peft, and b is 0.
+    lora_alpha: the factors' products are multiplied by lora_alpha / lora_rank; None makes that 1.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -388,6 +393,10 @@ class MoE(torch.nn.Module):
     w1_scales: torch.nn.Parameter
     w2_data: torch.nn.Parameter
     w2_scales: torch.nn.Parameter
+    lora_a1: torch.nn.Parameter
+    lora_b1: torch.nn.Parameter
+    lora_a2: torch.nn.Parameter
+    lora_b2: torch.nn.Parameter
 
     def __init__(
         self,
@@ -416,6 +425,8 @@ class MoE(torch.nn.Module):
         identity_experts: int = 0,
         precision: str | None = None,
         expert_format: str | None = None,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -468,6 +479,19 @@ class MoE(torch.nn.Module):
         if expert_format is not None and precision is not None:
             raise checks.bad_value("MoE", "precision", "None with expert_format", repr(precision))
         self.expert_format, self._d_hidden = expert_format, d_hidden
+        if lora_rank is not None:
+            lora_rank = _size("lora_rank", lora_rank, lora_checks.MAX_RANK)
+            for option, value, usual in (
+                ("precision", precision, None),
+                ("accumulate_into_main_grad", accumulate_into_main_grad, False),
+            ):
+                if value:
+                    raise checks.bad_value("MoE", option, f"{usual} with lora_rank", repr(value))
+            if lora_alpha is not None:
+                lora_checks.scale("MoE", "lora_alpha", lora_alpha)
+        elif lora_alpha is not None:
+            raise checks.bad_value("MoE", "lora_alpha", "None without lora_rank", repr(lora_alpha))
+        self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
         self.router = parameter(routed, d_model)
         if expert_format is None:
             self.w1_storage = parameter(num_experts, width, d_model)
@@ -476,17 +500,39 @@ class MoE(torch.nn.Module):
             self._hold_packed(*(torch_quantised.empty_bytes(form, device) for form in self._forms()))
         self.b1 = parameter(num_experts, width) if expert_bias else None
         self.b2 = parameter(num_experts, d_model) if expert_bias else None
+        if lora_rank is not None:
+            for frozen in (self.w1_storage, self.w2_storage, self.b1, self.b2):
+                if frozen is not None:
+                    frozen.requires_grad_(False)
+            for pair, (inner, outer) in (("1", (d_model, width)), ("2", (d_hidden, d_model))):
+                for letter, shape in (("a", (lora_rank, inner)), ("b", (outer, lora_rank))):
+                    factor = torch.empty(num_experts, *shape, device=device, dtype=torch.float32)
+                    self.register_parameter(f"lora_{letter}{pair}", torch.nn.Parameter(factor))
         self.register_buffer("bias", torch.zeros(routed, device=device, dtype=torch.float32) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1 / sqrt(fan in); biases are 0. Experts in four or eight bits stay."""
+        """Normal with standard deviation 1 / sqrt(fan in); biases are 0. Experts in four or eight bits stay.
+
+        Low-rank factors are as the class says.
+        """
         for parameter in (self.router, self.w1_storage, self.w2_storage):
             if parameter is not None:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         for bias in (self.b1, self.b2, self.bias):
             if bias is not None:
                 torch.nn.init.zeros_(bias)
+        if self.lora_rank is not None:
+            for first, second in ((self.lora_a1, self.lora_b1), (self.lora_a2, self.lora_b2)):
+                bound = first.shape[-1] ** -0.5
+                torch.nn.init.uniform_(first, -bound, bound)
+                torch.nn.init.zeros_(second)
+
+    def _lora(self) -> Lora | None:
+        if self.lora_rank is None:
+            return None
+        scale = 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+        return Lora(self.lora_a1, self.lora_b1, self.lora_a2, self.lora_b2, scale, scale)
 
     @property
     def renormalize(self) -> bool:
@@ -670,7 +716,8 @@ class MoE(torch.nn.Module):
         layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)
         of_slots = self.weights_on, False, self.identity_experts, None
         options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, self.precision)
-        return _moe(layer, options, _Call(self.keep_saved, accumulate, fp8_weights, not self._sharded, shape))
+        of_call = self.keep_saved, accumulate, fp8_weights, not self._sharded, shape, self._lora()
+        return _moe(layer, options, _Call(*of_call))
 
     # Compilers would look into parameters that have no numbers.
     _gathered_experts = graph_break(_experts)
@@ -681,7 +728,7 @@ class MoE(torch.nn.Module):
         options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
         unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
         unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0, "precision": None}
-        unusual |= {"expert_format": None}
+        unusual |= {"expert_format": None, "lora_rank": None, "lora_alpha": None}
         named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
         shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]

@@ -26,15 +26,17 @@ def given(function: str, lora: Any) -> Lora:
             raise checks.bad_value(function, f"lora.{missing}", f"{first} and {second}, or neither", None)
     if lora.a1 is None and lora.a2 is None:
         raise checks.bad_value(function, "lora", "a1 and b1, a2 and b2, or all four", "no factors")
-    scales = {}
-    for name in ("scale1", "scale2"):
-        scale = getattr(lora, name)
-        if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
-            raise checks.bad_type(function, f"lora.{name}", "a number", repr(scale))
-        if not math.isfinite(np.float32(scale)):
-            raise checks.bad_value(function, f"lora.{name}", "a number that is finite in float32", scale)
-        scales[name] = float(scale)
-    return lora._replace(**scales)
+    names = "scale1", "scale2"
+    return lora._replace(**{name: scale(function, f"lora.{name}", getattr(lora, name)) for name in names})
+
+
+def scale(function: str, argument: str, value: Any) -> float:
+    """What factors' products are multiplied by, as a float."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise checks.bad_type(function, argument, "a number", repr(value))
+    if not math.isfinite(np.float32(value)):
+        raise checks.bad_value(function, argument, "a number that is finite in float32", value)
+    return float(value)
 
 
 def layer(function: str, of: LayerArrays, options: LayerOptions, factors: Sequence[Array | None]) -> None:

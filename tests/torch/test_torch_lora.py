@@ -1,5 +1,7 @@
 """`moe` and `MoE` with low-rank factors, against torch's autograd of W + scale * B A made explicitly in float64."""
 
+import io
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy import frameworks as arrays  # noqa: E402
-from moeblaze_cupy.interop.torch import moe  # noqa: E402
+from moeblaze_cupy.interop.torch import MoE, moe  # noqa: E402
 from moeblaze_cupy.types import FACTORS, WEIGHT_FORMATS, pair  # noqa: E402
 from tests.cases import Case, relative_error  # noqa: E402
 from tests.lora.lora_cases import problem  # noqa: E402
@@ -208,6 +210,14 @@ def test_autocast():
     want = gradients(by_hand, grad_out.bfloat16(), leaves)
     for name, value in want.items():
         assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
+    of_half = lora.with_factors(factor.detach().half().requires_grad_() for factor in lora.factors)
+    in_single = lora.with_factors(factor.detach().float().requires_grad_() for factor in of_half.factors)
+    with torch.autocast("cpu", torch.bfloat16):  # neither autocast's dtype nor float32, so they become float32
+        of_both = [(moe(*inputs[:-1], lora=given), leaves_of(inputs, given)) for given in (of_half, in_single)]
+    got, want = (gradients(out, grad_out.bfloat16(), leaves) for out, leaves in of_both)
+    for name, value in want.items():
+        assert torch.equal(got[name], value.to(got[name].dtype)), name
+        assert got[name].dtype == (torch.float16 if name.startswith("lora.") else value.dtype), name
 
 
 def test_second_backward_and_no_grad():
@@ -270,6 +280,128 @@ def test_messages():
         assert str(caught.value).startswith(message), str(caught.value)
     with pytest.raises(RuntimeError, match="moe: x: expected tensors with memory of their own, outside of transforms"):
         torch.func.vmap(lambda x: moe(x, *layer[1:], lora=lora))(layer[0].detach()[None])
+
+
+def module(lora_rank=4, **options):
+    torch.manual_seed(3)
+    options = {"lora_alpha": 8} | options if lora_rank else options
+    return MoE(64, 32, 4, 2, lora_rank=lora_rank, **options)
+
+
+TRAINED = {"router", "lora_a1", "lora_b1", "lora_a2", "lora_b2"}
+
+
+def test_modules_parameters():
+    """a as peft draws it, b zero: the first outputs are those of the layer without factors."""
+    own, plain = module(expert_bias=True), module(None, expert_bias=True)
+    assert {name for name, parameter in own.named_parameters() if parameter.requires_grad} == TRAINED
+    assert set(dict(own.named_parameters())) - set(dict(plain.named_parameters())) == TRAINED - {"router"}
+    shapes = {"lora_a1": (4, 4, 64), "lora_b1": (4, 64, 4), "lora_a2": (4, 4, 32), "lora_b2": (4, 64, 4)}
+    assert {name: tuple(getattr(own, name).shape) for name in shapes} == shapes
+    for a, b in ((own.lora_a1, own.lora_b1), (own.lora_a2, own.lora_b2)):
+        bound = a.shape[-1] ** -0.5  # that of torch's kaiming_uniform_(a=sqrt(5)) on a weight (E r, fan in)
+        assert bound * 0.9 < a.abs().max() <= bound and not b.any()
+    plain.load_state_dict({name: value for name, value in own.state_dict().items() if "lora" not in name})
+    x = torch.randn(3, 7, 64)
+    assert torch.equal(own(x), plain(x))
+    assert "lora_rank=4, lora_alpha=8" in repr(own) and "lora" not in repr(plain)
+    before = own.lora_a1.detach().clone()
+    torch.nn.init.ones_(own.lora_b2)
+    own.reset_parameters()
+    assert not torch.equal(own.lora_a1, before) and not own.lora_b2.any()
+    half = module(dtype=torch.bfloat16)
+    assert half.w1_storage.dtype == torch.bfloat16 and half.lora_a1.dtype == torch.float32
+
+
+@pytest.mark.parametrize("alpha", [None, 6.0])
+def test_module_is_that_of_merged_weights(alpha):
+    """In float64, of the same routing."""
+    own, merged = module(lora_alpha=alpha, dtype=torch.float64), module(None, dtype=torch.float64)
+    torch.nn.init.normal_(own.lora_b1), torch.nn.init.normal_(own.lora_b2)
+    for name, factor in list(own.named_parameters()):
+        if "lora" in name:
+            setattr(own, name, torch.nn.Parameter(factor.double()))
+    alpha_by_rank = 1.0 if alpha is None else alpha / 4
+    with torch.no_grad():
+        merged.router.copy_(own.router)
+        merged.w1_storage.copy_(own.w1_storage + alpha_by_rank * (own.lora_b1 @ own.lora_a1))
+        merged.w2_storage.copy_(own.w2_storage + alpha_by_rank * (own.lora_b2 @ own.lora_a2))
+    x = torch.randn(3, 7, 64, dtype=torch.float64)
+    assert_near({"out": own(x), "again": own(x)}, {"out": merged(x), "again": merged(x)})
+
+
+@pytest.mark.parametrize("expert_format", [None, "nf4"])
+def test_training_lowers_the_loss_and_changes_the_trained_parameters_alone(expert_format):
+    own = module(expert_bias=True)
+    if expert_format is not None:
+        own.quantize_experts(expert_format)
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    x, target = torch.randn(2, 40, 64)
+    optimizer = torch.optim.AdamW([p for p in own.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = (own(x) - target).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.7 * losses[0]
+    changed = {name for name, value in own.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == TRAINED
+
+
+@pytest.mark.parametrize("expert_format", [None, "int8"])
+def test_state(expert_format):
+    own, other = module(dtype=torch.bfloat16), module(expert_format=expert_format, dtype=torch.bfloat16)
+    if expert_format is not None:
+        own.quantize_experts(expert_format)
+    for parameter in own.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    stored = io.BytesIO()
+    torch.save(own.state_dict(), stored)
+    stored.seek(0)
+    other.load_state_dict(torch.load(stored))
+    found = dict(other.named_parameters())
+    assert found.keys() == dict(own.named_parameters()).keys()
+    for name, value in own.named_parameters():
+        loaded = found[name]
+        assert torch.equal(value, loaded) and value.dtype == loaded.dtype, name
+        assert value.requires_grad == loaded.requires_grad == (name in TRAINED), name
+    x = torch.randn(7, 64).bfloat16()
+    assert own(x).isfinite().all() and torch.equal(own(x), other(x))
+
+
+def test_module_under_autocast_and_compiled():
+    own = module()
+    torch.nn.init.normal_(own.lora_b1)
+    x = torch.randn(7, 64)
+    want = own(x)
+    assert torch.equal(torch.compile(own, backend="aot_eager")(x), want)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = own(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert {name for name, p in own.named_parameters() if p.grad is not None and p.grad.any()} <= TRAINED
+    assert own.lora_b1.grad.dtype == torch.float32 and own.lora_b1.grad.any()
+
+
+def test_modules_messages():
+    for options, error, message in [
+        ({"lora_rank": 0}, ValueError, "MoE: lora_rank: expected 1 to 256, got 0"),
+        ({"lora_rank": 257}, ValueError, "MoE: lora_rank: expected 1 to 256, got 257"),
+        ({"lora_alpha": 8}, ValueError, "MoE: lora_alpha: expected None without lora_rank, got 8"),
+        ({"lora_rank": 4, "lora_alpha": "8"}, TypeError, "MoE: lora_alpha: expected a number, got '8'"),
+        ({"lora_rank": 4, "precision": "fp8"}, ValueError, "MoE: precision: expected None with lora_rank, got 'fp8'"),
+        (
+            {"lora_rank": 4, "accumulate_into_main_grad": True},
+            ValueError,
+            "MoE: accumulate_into_main_grad: expected False with lora_rank, got True",
+        ),
+    ]:
+        with pytest.raises(error) as caught:
+            MoE(64, 32, 4, 2, **options)
+        assert str(caught.value) == message
 
 
 @pytest.mark.gpu
