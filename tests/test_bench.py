@@ -27,10 +27,12 @@ from bench import (  # noqa: E402
     inputs,
     kernel_times,
     kernels,
+    lora,
     measure,
     merge,
     peers,
     providers,
+    quantised,
     table,
     variants,
     verify,
@@ -484,7 +486,9 @@ def test_first_use_on_the_cpu():
 
 @pytest.mark.skipif(inputs.has_gpu(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(
-    "program", [first_use, fp8, graphs, host_time, kernel_times, variants], ids=lambda module: module.__name__
+    "program",
+    [first_use, fp8, graphs, host_time, kernel_times, lora, quantised, variants],
+    ids=lambda module: module.__name__,
 )
 def test_programs_that_need_a_gpu_say_so(program, capsys):
     with pytest.raises(SystemExit) as ended:

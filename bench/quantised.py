@@ -1,0 +1,160 @@
+"""Frozen experts in four and eight bits: how fast they are decoded, and a pass on them beside one on bf16.
+
+python -m bench.quantised --out FILE.json [--tiny]
+
+Decoding of both weights of a layer is timed by each format, beside a copy that reads and writes as many bytes together.
+A pass is forward and backward of a frozen layer on arrays, with the gradients of x and of the router weights. Forward
+and backward each decode both weights, as in a model of many layers; "once" is a pass whose backward finds what forward
+decoded. Decoded weights are compared with the CPU's bit for bit, and passes with those on decoded weights, before they
+are timed. Windows of calls back to back follow one another in random order.
+"""
+
+import argparse
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moeblaze_cupy as mb
+from bench import cases, fp8, inputs, measure, table
+from bench.bench_experts import GPT_OSS, with_biases
+from moeblaze_cupy.types import WEIGHT_FORMATS
+
+ROUNDS = 4  # of which the first is dropped
+TOKENS = 4096, 16384
+CASES = cases.GPT_OSS_20B, cases.LAYERS["qwen30b"]
+TINY = cases.LayerCase("tiny", 48, 128, 128, 4, 2, "for machines without a GPU")
+OF_PASSES = ("mxfp4", "nf4", "e4m3")
+BF16 = "bf16"
+Pair = tuple[mb.QuantizedWeight, mb.QuantizedWeight]
+
+
+def formats(w1: torch.Tensor, w2: torch.Tensor) -> dict[str, Pair]:
+    """Both weights by format: what is made of them, and two forms of checkpoints with random scales."""
+    made = {name: mb.quantize_experts(w1, w2, name) for name in WEIGHT_FORMATS}
+    generator = torch.Generator(w1.device).manual_seed(1)
+
+    def scales(low: int, high: int, *shape: int) -> torch.Tensor:
+        options: dict[str, Any] = {"generator": generator, "device": w1.device, "dtype": torch.uint8}
+        return torch.randint(low, high, shape, **options)
+
+    def mxfp8(weight: mb.QuantizedWeight) -> mb.QuantizedWeight:
+        E, K, N = weight.shape
+        return weight._replace(scales=scales(110, 130, E, N, K // 32), block=(1, 32))
+
+    def nested(weight: mb.QuantizedWeight) -> mb.QuantizedWeight:
+        E, blocks = weight.scales.shape
+        code = torch.rand(256, generator=generator, device=w1.device)
+        absmax = torch.rand(E, blocks // 256, generator=generator, device=w1.device)
+        parts = mb.NestedScales(code, absmax, torch.tensor(0.5, device=w1.device))
+        return weight._replace(scales=scales(0, 256, E, blocks), nested=parts)
+
+    made["mxfp8"] = mxfp8(made["e4m3"][0]), mxfp8(made["e4m3"][1])
+    if all(weight.scales.shape[1] % 256 == 0 for weight in made["nf4"]):
+        made["nf4, nested"] = nested(made["nf4"][0]), nested(made["nf4"][1])
+    return made
+
+
+def check_decoded(name: str, weight: mb.QuantizedWeight) -> None:
+    """The first expert's numbers, bit for bit those of the CPU."""
+    first = weight._replace(data=weight.data[:1].cpu(), scales=weight.scales[:1].cpu(), shape=(1, *weight.shape[1:]))
+    if weight.nested is not None:
+        code, absmax, offset = weight.nested
+        first = first._replace(nested=mb.NestedScales(code.cpu(), absmax[:1].cpu(), offset.cpu()))
+    got, want = mb.dequantize(weight)[:1].cpu(), mb.dequantize(first)
+    assert torch.equal(got, want), f"{name}: other numbers than on the CPU; a wrong result gets no time"
+
+
+def decoding(case: cases.LayerCase, window: float, rounds: int) -> list[dict]:
+    """A row of each format: milliseconds of both weights and of the copy, and GB/s."""
+    made = inputs.layer_inputs(replace(case, L=1))
+    rows = []
+    for name, weights in formats(made["w1"], made["w2"]).items():
+        for weight in weights:
+            check_decoded(name, weight)
+        E, d, h = case.E, case.d, case.h
+        nbytes = sum(weight.nbytes for weight in weights) + 2 * E * 3 * d * h
+        source, target = (torch.empty(nbytes // 2, dtype=torch.uint8, device=made["w1"].device) for _ in range(2))
+
+        def decode(weights: Pair = weights) -> None:
+            for weight in weights:
+                mb.dequantize(weight)
+
+        calls = {"decode": decode, "copy": functools.partial(target.copy_, source)}
+        seconds = fp8.in_turn(calls, window, rounds)
+        about = {"case": case.name, "format": name, "bytes": nbytes}
+        speeds = {f"{what}_gb_per_s": nbytes / seconds[what] / 1e9 for what in seconds}
+        rows.append({**about, "ms": seconds["decode"] * 1e3, **speeds})
+    return rows
+
+
+def passes(case: cases.LayerCase, L: int, window: float, rounds: int) -> list[dict]:
+    """A row of each kind of weights, with milliseconds."""
+    is_gpt_oss = case.name.startswith("gptoss")
+    made = inputs.layer_inputs(replace(case, L=L))
+    made = with_biases(made) if is_gpt_oss else made
+    kind = {"activation": GPT_OSS.activation, "gate_up": GPT_OSS.gate_up} if is_gpt_oss else {}
+    options = {**kind, "b1": made.get("b1"), "b2": made.get("b2")}
+
+    def run(w1: Any, w2: Any, again: bool = True) -> tuple[torch.Tensor, ...]:
+        out, saved = mb.moe_forward(made["x"], made["ids"], made["weights"], w1, w2, **options)
+        if again:
+            mb.release_scratch()  # as if another layer had run
+        grads = mb.moe_backward(made["grad_out"], saved, needs=("x", "weights"))
+        return out, grads.x, grads.weights
+
+    calls = {BF16: functools.partial(run, made["w1"], made["w2"])}
+    for name in OF_PASSES:
+        packed = mb.quantize_experts(made["w1"], made["w2"], name)
+        want = run(*(mb.dequantize(weight).mT for weight in packed))
+        for label, again in ((name, True), (f"{name}, once", False)):
+            calls[label] = functools.partial(run, *packed, again=again)
+            same = all(torch.equal(a, b) for a, b in zip(calls[label](), want, strict=True))
+            assert same, f"{label} on {case.name}: other bits than on decoded weights; a wrong result gets no time"
+    seconds = fp8.in_turn(calls, window, rounds)
+    mb.release_scratch()
+    return [{"case": case.name, "L": L, "weights": name, "ms": s * 1e3} for name, s in seconds.items()]
+
+
+def text(record: dict) -> list[str]:
+    """Lines of two tables."""
+    lines = [["case", "format", "decode ms", "GB/s", "copy GB/s", "of a copy"]]
+    for row in record["decode"]:
+        speeds = row["decode_gb_per_s"], row["copy_gb_per_s"]
+        numbers = table.number(row["ms"]), *map(table.number, speeds), f"{speeds[0] / speeds[1]:.3f}"
+        lines.append([row["case"], row["format"], *numbers])
+    of_bf16 = {(row["case"], row["L"]): row["ms"] for row in record["passes"] if row["weights"] == BF16}
+    others = [["case", "tokens", "weights", "ms", "of bf16"]]
+    for row in record["passes"]:
+        ratio = row["ms"] / of_bf16[row["case"], row["L"]]
+        others.append([row["case"], str(row["L"]), row["weights"], table.number(row["ms"], 4), f"{ratio:.3f}"])
+    return [*table.aligned(lines, 2), *table.aligned(others, 3)]
+
+
+def main(*argv: str) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.quantised", description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="one small layer, also without a GPU")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record")
+    args = parser.parse_args(argv or None)
+    if not args.tiny:
+        inputs.expect_gpu(parser)
+    chosen, tokens = ((TINY,), (TINY.L,)) if args.tiny else (CASES, TOKENS)
+    how = measure.SWING_SECONDS, ROUNDS
+    record: dict[str, Any] = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}}
+    record |= {"decode": [], "passes": []}
+    for case in chosen:
+        record["decode"] += decoding(case, *how)
+        for L in tokens:
+            measure.release()
+            record["passes"] += passes(case, L, *how)
+        measure.release()
+        if args.out:  # after each case, as a run may be cut
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print("\n".join(text(record)))
+
+
+if __name__ == "__main__":
+    main()

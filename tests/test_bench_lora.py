@@ -1,0 +1,102 @@
+"""Benchmarks of low-rank factors and of frozen experts in few bits, their records, and the page that quotes these."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bench import cases, inputs, lora, measure, quantised  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+GRADIENTS = {"out", "x", "weights"}
+FACTORS = {"lora.a1", "lora.b1", "lora.a2", "lora.b2"}
+
+
+@pytest.fixture(autouse=True)
+def short_windows_on_the_cpu(monkeypatch):
+    """A window of a second for each way would take half a minute, and a GPU is left to the programs themselves."""
+    in_turn = lora.fp8.in_turn
+    monkeypatch.setattr(lora.fp8, "in_turn", lambda calls, window, rounds: in_turn(calls, 0.001, 2))
+    for module in (inputs, measure):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
+
+
+def record_of(program, tmp_path, capsys):
+    program.main("--tiny", "--out", str(tmp_path / "record.json"))
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["machine_info"]["torch"] == torch.__version__
+    assert record["commit_info"] == {"id": measure.commit()}
+    return record, capsys.readouterr().out.splitlines()
+
+
+def test_ways_with_factors_make_a_table_and_a_record(tmp_path, capsys):
+    record, (head, *lines) = record_of(lora, tmp_path, capsys)
+    assert [row["way"] for row in record["rows"]] == list(lora.WAYS)
+    assert re.split(r"  +", head) == ["case", "way", "ms", "of frozen", "peak MiB"]
+    frozen = record["rows"][0]["ms"]
+    for row, line in zip(record["rows"], lines, strict=True):
+        assert row["of_frozen"] == pytest.approx(row["ms"] / frozen)
+        assert re.split(r"  +", line)[:2] == ["tiny", row["way"]] and f"{row['of_frozen']:.3f}" in line
+        assert row["errors"].keys() == (GRADIENTS if row["way"] == lora.FROZEN else GRADIENTS | FACTORS)
+
+
+def test_gpt_oss_has_its_biases_and_columns():
+    """Its results are compared with those of gpt-oss's formula, from which a layer without biases would differ."""
+    rows = lora.measured(replace(cases.TINY, name="gptoss_tiny"))
+    assert {(row["activation"], row["order"]) for row in rows} == {("swiglu_oai", "row")}
+
+
+@pytest.mark.parametrize("name", [*sorted(GRADIENTS), *sorted(FACTORS)])
+def test_a_wrong_way_gets_no_time(name, monkeypatch):
+    right = lora.fused
+
+    def wrong(made, options, factors):
+        found = right(made, options, factors)
+        return {**found, name: found[name] * 1.05} if name in found else found
+
+    monkeypatch.setattr(lora, "fused", wrong)
+    with pytest.raises(AssertionError, match=f"on tiny: relative error above 0.02: {name} 0.0[45]"):
+        lora.measured(cases.TINY)
+
+
+def test_unknown_layers_are_explained(capsys):
+    with pytest.raises(SystemExit):
+        lora.main("--case", "olmoe,foo")
+    assert re.search(r"--case: expected names among gptoss20b, .*, mixtral, got foo$", capsys.readouterr().err.strip())
+
+
+def test_formats_make_tables_and_a_record(tmp_path, capsys):
+    record, lines = record_of(quantised, tmp_path, capsys)
+    formats = [row["format"] for row in record["decode"]]
+    assert formats == ["mxfp4", "nf4", "e4m3", "int8", "mxfp8", "nf4, nested"]
+    bits = {"mxfp4": 4.25, "nf4": 4.5, "e4m3": 8 + 32 / 128**2, "int8": 8 + 32 / 128, "mxfp8": 8.25}
+    weights = 4 * 3 * 128 * 128
+    for row in record["decode"]:
+        assert row["decode_gb_per_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6)
+        if row["format"] in bits:
+            assert row["bytes"] == weights * (bits[row["format"]] + 16) / 8
+    kinds = ["bf16", *(f"{name}{how}" for name in quantised.OF_PASSES for how in ("", ", once"))]
+    assert [(row["L"], row["weights"]) for row in record["passes"]] == [(48, kind) for kind in kinds]
+    assert len(lines) == 2 + len(formats) + len(kinds)
+    assert lines[0].endswith("of a copy") and lines[1 + len(formats)].endswith("of bf16")
+
+
+def test_wrong_numbers_get_no_time(monkeypatch):
+    """Of decoded weights whose last element is another one, and of a pass on other weights."""
+    right = quantised.mb.dequantize
+
+    def wrong(weight):
+        found = right(weight).clone()
+        if weight.shape[0] > 1:  # on the GPU, beside what the CPU makes of one expert
+            found[0, -1, -1] += 1
+        return found
+
+    monkeypatch.setattr(quantised.mb, "dequantize", wrong)
+    with pytest.raises(AssertionError, match="mxfp4: other numbers than on the CPU"):
+        quantised.decoding(quantised.TINY, 0.001, 2)
+    with pytest.raises(AssertionError, match="mxfp4 on tiny: other bits than on decoded weights"):
+        quantised.passes(quantised.TINY, 48, 0.001, 2)
