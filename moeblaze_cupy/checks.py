@@ -303,7 +303,10 @@ def layer(function: str, given: LayerArrays, options: LayerOptions) -> None:
         letters, columns = ("E, d, 2h", 2 * h) if len(w1) == 1 and is_gated(act) else ("E, d, h", h)
         if array.shape[1:] == (d, columns) and array.shape[0] != E:  # either may be the wrong one
             raise bad_value(function, f"{name} and w2", "as many experts in both", f"{array.shape} and {w2.shape}")
-        shape(function, name, array, letters, (E, d, columns), in_storage_order(array, d, columns))
+        hint = in_storage_order(array, d, columns)
+        if array.shape == (E, d, 2 * h) and not is_gated(act):
+            hint = f"; {act!r} has no gate: for columns of gate and up choose one that has, such as 'swiglu'"
+        shape(function, name, array, letters, (E, d, columns), hint)
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
         if array.dtype != x.dtype:
             raise bad_type(function, name, f"dtype {x.dtype}, that of x", array.dtype)

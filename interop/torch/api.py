@@ -586,6 +586,7 @@ class MoE(torch.nn.Module):
         """Freezes the experts in a format of `moeblaze_cupy.quantize_experts`, in the place of their parameters.
 
         The module is then one of expert_format=format. Its parameters are in bf16, on the CPU also in fp32.
+        Make the optimizer afterwards: one that was made before keeps the old parameters, and their memory.
         Raises TypeError, ValueError or RuntimeError as that function does, and where the experts are frozen already.
         """
         w1, w2 = self.w1_storage, self.w2_storage

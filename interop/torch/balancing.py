@@ -62,10 +62,12 @@ def update_bias(bias: torch.Tensor, counts: torch.Tensor, step: float = 1e-3) ->
     Call it once per optimizer step, not in forward, which checkpointing runs twice.
     bias: (E,) float32, such as the buffer `bias` of MoE(bias=True).
     counts: (S, E) or (E,): slots of each expert since the last step, of all micro-batches and ranks.
-    Raises TypeError for a bias that is not float32, in which small steps would be lost, and ValueError for counts of
+    Raises TypeError for None, or a bias that is not float32, as small steps would be lost, and ValueError for counts of
     another number of experts.
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
+    if bias is None:
+        raise checks.bad_type("update_bias", "bias", "a float32 tensor, as MoE(bias=True) has", "None")
     if bias.dtype != torch.float32:
         raise checks.bad_type("update_bias", "bias", "torch.float32", bias.dtype)
     slots = _counts("update_bias", counts, len(bias)).reshape(-1, len(bias)).sum(dim=0).to(bias.dtype)

@@ -79,11 +79,13 @@ def work(s: LayerShape, run: DryRun) -> dict[str, Work]:
     router_weights = ITEMSIZE[s.weights_dtype] * s.slots if s.has_weights else 0
     given, out = run.x_bytes + weights + router_weights, allocation_of(forward.kept["out"]).nbytes
     kept = run.saved_bytes - run.x_bytes if has_backward else 0
-    found = {FORWARD: Work(flops, given + out + kept + 2 * (hidden + sums))}
+    factors = 2 * s.R * (s.lora_rank or 0) * (2 * s.d + (s.g + 1) * s.h)
+    found = {FORWARD: Work(flops + factors, given + out + kept + 2 * (hidden + sums))}
     if has_backward:
         again = 0 if any(name.startswith("first layer") for name in forward.kept) else first_flops
         nbytes = given + out + kept + memory.total(memory.gradients(s)) + 2 * ((s.g + 1) * hidden + sums)
-        found[BOTH] = Work(3 * flops + again, found[FORWARD].nbytes + nbytes)
+        of_both = (3 if s.lora_rank is None else 2) * flops + 3 * factors + again
+        found[BOTH] = Work(of_both, found[FORWARD].nbytes + nbytes)
     return found
 
 
@@ -95,7 +97,7 @@ def times(s: LayerShape, run: DryRun, card: Card, tier: str, save: str | None) -
     of_passes = work(s, run)
     if s.dtype not in DTYPES or s.precision is not None:
         return {}
-    is_plain = s.options == memory.PLAIN and not s.ragged and s.bias is None
+    is_plain = s.options == memory.PLAIN and not s.ragged and s.bias is None and s.lora_rank is None
     on_record = is_plain and save in ("minimal", None) and card.tokens <= s.L
     found = {}
     for name, of_pass in of_passes.items():

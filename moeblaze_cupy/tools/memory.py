@@ -3,7 +3,7 @@
 Every size is in bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moeblaze_cupy.frameworks import ITEMSIZE
@@ -117,7 +117,7 @@ def routed_layer(s: LayerShape) -> RoutedLayer:
     lists = 4 * (2 * s.slots + offsets + (s.slots if s.ids_are_int64 else 0))
     grad_y_swi = Term("gradient of y_swi", hidden)
     grad_first_layer = Term("gradient of the first layer", s.g * hidden)
-    found = {term.name: (term,) for term in gradients(s)}
+    found = {term.name: (term,) for term in gradients(replace(s, lora_rank=None))}
     (dx,), (dw1,), (dw2,) = (found[f"gradient of {name}"] for name in ("x", "w1", "w2"))
     dweights, db1, db2 = (found.get(f"gradient of {name}", ()) for name in ("weights", "b1", "b2"))
     return RoutedLayer(
@@ -138,10 +138,15 @@ def routed_layer(s: LayerShape) -> RoutedLayer:
 
 
 def gradients(s: LayerShape) -> tuple[Term, ...]:
-    """What backward returns, the same for every layer."""
+    """Returns what backward returns, the same for every layer. With factors it leaves out the frozen weights."""
     weights = (("weights", ITEMSIZE[s.weights_dtype] * s.slots),) if s.has_weights else ()
-    sizes = [("x", s.L * s.d * s.b), *weights, ("w1", s.g * s.E * s.d * s.h * s.b), ("w2", s.E * s.h * s.d * s.b)]
-    if s.bias:
+    sizes = [("x", s.L * s.d * s.b), *weights]
+    if s.lora_rank is not None:
+        widths = {"a1": s.d, "b1": s.g * s.h, "a2": s.h, "b2": s.d}
+        sizes += [(f"lora.{name}", 4 * s.E * s.lora_rank * width) for name, width in widths.items()]
+    else:
+        sizes += [("w1", s.g * s.E * s.d * s.h * s.b), ("w2", s.E * s.h * s.d * s.b)]
+    if s.bias and s.lora_rank is None:
         b1 = () if s.options.on_input else (("b1", ITEMSIZE[s.bias] * s.g * s.E * s.h),)
         sizes += [*b1, ("b2", ITEMSIZE[s.bias] * s.E * s.d)]
     return tuple(Term(f"gradient of {name}", nbytes) for name, nbytes in sizes)
