@@ -23,7 +23,7 @@ def keep(array: Any) -> Any:
 
 
 def graph_break(function: Function) -> Function:
-    """A function that torch.compile calls between its graphs, as it cannot follow addresses and NumPy's code."""
+    """Returns a function that torch.compile calls between its graphs: it cannot follow addresses and NumPy's code."""
     by_torch: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -43,7 +43,7 @@ def graph_break(function: Function) -> Function:
 class Call:
     """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back.
 
-    compiles: whether kernels of `record` are not compiled yet.
+    compiles: True if kernels of `record` are not compiled yet.
     """
 
     compiles = False
@@ -84,12 +84,15 @@ class Call:
             self.export = frameworks.Torch.from_numpy
 
     def host(self, name: str) -> HostArray:
-        """A working array as NumPy, on the CPU; subclasses such as np.matrix have their own idea of arithmetic."""
+        """Returns a working array as NumPy, on the CPU; subclasses such as np.matrix have another arithmetic."""
         owner = self.described[name].owner
         return np.asarray(frameworks.Torch.to_numpy(owner) if self.framework is frameworks.Torch else owner)
 
     def on_host(self, function: Callable[..., Made], **options: Any) -> Made:
-        """What a function of `reference` makes of the arrays, by name, and the options; an array replaces an option."""
+        """Returns what a function of `reference` makes of the arrays, by name, and the options.
+
+        An array replaces an option of the same name.
+        """
         given = options | {name: self.host(name) for name in self.described}
         made: Made = exported(self.export, function(**given))
         return made
@@ -105,12 +108,12 @@ class Call:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """By name, of the arrays that are present."""
+        """Returns the layouts of the arrays that are present, by name."""
         return {name: array.layout for name, array in self.described.items()}
 
 
 def exported(export: Export, made: Any) -> Any:
-    """A working array, a buffer, or a tuple of these and None, with the arrays as the caller's kind."""
+    """Returns a working array, a buffer, or a tuple of these and None, with the arrays as the caller's kind."""
     if isinstance(made, Buffer):
         return made.array if export is keep else export(made.array)
     if isinstance(made, tuple):
@@ -130,8 +133,8 @@ class Lookup:
             look.keep(plan)
         return look.run(launch)
 
-    options: what decides the plan beside the layouts of the arrays. names: those of the arrays, for `begin` and `keep`.
-    given: the arrays, None for one that is absent; after `keep` in working form.
+    options: what decides the plan beside the layouts of the arrays. names: the names of the arrays, for `begin` and
+    `keep`. given: the arrays, None for one that is absent; after `keep` in working form.
     """
 
     __slots__ = ("call", "export", "function", "given", "key", "names", "pointers", "record")
@@ -143,7 +146,7 @@ class Lookup:
         self.record = runtime.find(self.key)
 
     def begin(self, required: int = 1, counts: bool = False) -> Call:
-        """The call, for the checks. required: so many of the first arrays are no optional ones.
+        """Returns the call, for the checks. required: the number of first arrays that are not optional.
 
         counts: the results are integers, so tensors that require a gradient are read as they are.
         """
@@ -157,7 +160,7 @@ class Lookup:
         return self.call
 
     def overlaps(self, written: int) -> bool:
-        """Whether the record serves arrays of whose last `written` one may share memory with another."""
+        """Returns True if the record serves arrays of whose last `written` one may share memory with another."""
         record = self.record
         if record is None or self.key is None:
             return False
@@ -168,7 +171,7 @@ class Lookup:
         return self.keep_described(plan, self.call, [self.call.described.get(name) for name in self.names])
 
     def keep_described(self, plan: Any, call: Call, described: Sequence[Array | None]) -> Record:
-        """The same with the arrays of the call in their order."""
+        """Keeps the plan, like `keep`, with the arrays of the call in their order."""
         self.pointers = [array.ptr if array else 0 for array in described]
         self.given, self.export = [array and array.owner for array in described], call.export
         self.record = runtime.keep(self.key, call.record(plan))
@@ -184,6 +187,6 @@ class Lookup:
 
 
 def launched(run: Runtime, launch: runtime.Launch | None, pointers: list[int]) -> None:
-    """The plan of a call that is one launch, which writes to the caller's arrays; None where there is nothing to do."""
+    """Launches the plan of a call that is one launch to the caller's arrays; does nothing for None."""
     if launch is not None:
         run.launch(launch, *pointers)

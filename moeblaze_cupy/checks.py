@@ -62,7 +62,7 @@ def one_of(function: str, argument: str, value: Any, allowed: Sequence[str | Non
 
 
 def integer(function: str, argument: str, value: Any) -> int:
-    """`value` as an int: anything with __index__ but a bool, which a slip of arguments gives."""
+    """Returns `value` as an int: anything with __index__ but a bool, which a slip of arguments gives."""
     if isinstance(value, bool):
         raise bad_type(function, argument, "an int", repr(value))
     try:
@@ -72,7 +72,7 @@ def integer(function: str, argument: str, value: Any) -> int:
 
 
 def untransformed(function: str, first: str, tensors: Iterable[Any]) -> None:
-    """No tracer or transform of torch is at work, which would take this call's results for constants.
+    """Checks that no tracer or transform of torch is at work, which would take this call's results for constants.
 
     first: the argument that a message names.
     """
@@ -83,14 +83,14 @@ def untransformed(function: str, first: str, tensors: Iterable[Any]) -> None:
 
 
 def no_transform(function: str, given: Mapping[str, Any]) -> None:
-    """If the first is a torch tensor: no transform is to follow this call, as it could not."""
+    """Checks, if the first is a torch tensor, that no transform is to follow this call, as it could not."""
     first = next(iter(given))
     if arrays.framework_of(given[first]) is arrays.Torch:
         untransformed(function, first, given.values())
 
 
 def untracked(function: str, given: Mapping[str, Any]) -> None:
-    """If the first is a torch tensor: neither autograd nor a transform is to follow this call, as it could not."""
+    """Checks, if the first is a torch tensor, that neither autograd nor a transform is to follow, as they could not."""
     torch = sys.modules.get("torch")
     if torch is None or arrays.framework_of(next(iter(given.values()))) is not arrays.Torch:
         return
@@ -104,7 +104,7 @@ def untracked(function: str, given: Mapping[str, Any]) -> None:
 
 
 def unreadable(function: str, argument: str, error: Exception) -> Exception:
-    """The error of reading an array, with the names of the function and the argument."""
+    """Returns the error of reading an array, with the names of the function and the argument."""
     own_name, text = "moeblaze_cupy: ", str(error)
     known = text.startswith(own_name)
     text = text.removeprefix(own_name) if known else f"expected an array whose memory can be read, got {text}"
@@ -115,7 +115,7 @@ def unreadable(function: str, argument: str, error: Exception) -> Exception:
 def shape(
     function: str, argument: str, array: Array, letters: str, expected: tuple[int | None, ...], hint: str = ""
 ) -> None:
-    """`expected` has None where any size will do."""
+    """Checks the shape of an array; `expected` has None where any size will do."""
     sizes_match = len(array.shape) == len(expected) and all(
         e is None or e == n for e, n in zip(expected, array.shape, strict=True)
     )
@@ -158,7 +158,7 @@ def slots(function: str, argument: str, num_slots: int) -> None:
 
 
 def ids(function: str, array: Array, num_experts: int, token_offsets: Array | None = None) -> None:
-    """`token_offsets`: of pairs, where tokens have any number of experts."""
+    """Checks ids and, where tokens have any number of experts, the `token_offsets` of their pairs."""
     if token_offsets is not None:
         offsets(function, token_offsets)
         shape(function, "ids", array, "P", (None,), "; with token_offsets ids are pairs")
@@ -174,7 +174,7 @@ def ids(function: str, array: Array, num_experts: int, token_offsets: Array | No
 
 
 def known_ids(function: str, array: Array, num_experts: int) -> None:
-    """The contents of ids, for who looks for a mistake: this waits for the device. A call has it with CHECKS_IDS."""
+    """Checks the contents of ids, to find a mistake: this waits for the device. A call does it with CHECKS_IDS."""
     given = array.owner
     if array.size and bool(((given < 0) | (given >= num_experts)).any()):
         expected = f"0 to {num_experts - 1} in all slots, as MOEBLAZE_CHECK_IDS asks"
@@ -192,7 +192,7 @@ def offsets(function: str, array: Array) -> None:
 
 
 def max_slots(function: str, value: Any, num_slots: int) -> int | None:
-    """The bound of slots that have a row, as an int: None, or 1 to L*k, 0 without slots. There are never more."""
+    """Returns the bound of slots that have a row, as an int: None, or 1 to L*k, the most there are; 0 without slots."""
     if value is None:
         return None
     bound = integer(function, "max_slots", value)
@@ -202,7 +202,7 @@ def max_slots(function: str, value: Any, num_slots: int) -> int | None:
 
 
 def layer_options(function: str, given: LayerOptions, has_weights: bool, has_b1: bool = False) -> LayerOptions:
-    """The options with an int for the number of identity experts, if what slots do is valid and goes together."""
+    """Returns the options, identity experts as an int; checks that what slots do is valid and goes together."""
     one_of(function, "weights_on", given.weights_on, WEIGHTS_ON)
     if not isinstance(given.unreduced, (bool, np.bool_)):
         raise bad_type(function, "unreduced", "True or False", repr(given.unreduced))
@@ -228,7 +228,7 @@ def identity_experts(function: str, options: LayerOptions, w2: Array) -> None:
 
 
 def weight_order(function: str, argument: str, array: Array) -> bool:
-    """True if the memory order is (E, columns, rows), the transposed view; False if row-major.
+    """Returns True if the memory order is (E, columns, rows), the transposed view; False if row-major.
 
     Either inner dimension may be the contiguous one; rows (less than 2 GiB) and experts may be further apart.
     """
@@ -250,7 +250,7 @@ def weight_order(function: str, argument: str, array: Array) -> bool:
 
 
 def in_storage_order(array: Array, rows: int | None, columns: int) -> str:
-    """A hint, where a weight (E, rows, columns) arrives as (E, columns, rows), which transformers and vLLM store."""
+    """Returns a hint if a weight (E, rows, columns) comes as (E, columns, rows), which transformers and vLLM store."""
     fits = len(array.shape) == 3 and array.shape[1] == columns and rows in (None, array.shape[2])
     swap = "transpose" if arrays.framework_of(array.owner) is arrays.Torch else "swapaxes"
     return f"; pass its transposed view, .{swap}(1, 2)?" if fits else ""
@@ -274,7 +274,7 @@ def gate_up(function: str, value: Any, of_layer: str | Activation) -> None:
 
 
 def layer(function: str, given: LayerArrays, options: LayerOptions) -> None:
-    """given: `arrays.Array` of each, None for an absent one."""
+    """Checks the arrays of a layer. given: the `arrays.Array` of each, None for an absent one."""
     x, chosen, weights, w2 = given.x, given.ids, given.router_weights, given.w2
     w1, b1, token_offsets = given.w1_parts, given.b1_parts, given.token_offsets
     act, columns_order = options.activation, options.gate_up
@@ -351,7 +351,7 @@ def _biases(
 
 
 def bias_order(function: str, argument: str, array: Array) -> None:
-    """Columns follow each other; experts may be further apart."""
+    """Checks that columns follow each other; experts may be further apart."""
     if array.shape[1] > 1 and array.strides[1] != 1:
         raise bad_value(
             function, argument, "a contiguous last dimension", f"strides {array.strides} for shape {array.shape}"
@@ -359,14 +359,14 @@ def bias_order(function: str, argument: str, array: Array) -> None:
 
 
 def _alike(function: str, argument: str, gate: Array, up: Array) -> None:
-    """One launch serves both halves of a bias."""
+    """Checks that both halves of a bias are alike, as one launch serves both."""
     if strides_that_matter(gate) != strides_that_matter(up):
         raise bad_value(function, argument, "gate and up with equal strides", f"{gate.strides} and {up.strides}")
     dtype(function, f"{argument}[1]", up, (gate.dtype,))
 
 
 def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...], present: tuple[str, ...]) -> None:
-    """present: of what the layer has gradients."""
+    """Checks the names in `accumulate`. present: the names of what the layer has gradients of."""
     names = tuple(name for name in present if name not in ("x", "weights", "lora"))
     if not isinstance(accumulate, Mapping):
         *first, last = map(repr, names)
@@ -381,7 +381,7 @@ def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...], pr
 def accumulated(
     function: str, buffers: Mapping[str, Array], weight_shapes: Sequence[tuple[int, ...]], x_dtype: str
 ) -> None:
-    """`buffers`, by their argument names: one weight's accumulated gradient, or those of its (gate, up) pair."""
+    """Checks `buffers`, by their argument names: one weight's accumulated gradient, or those of its (gate, up) pair."""
     for (name, array), weight_shape in zip(buffers.items(), weight_shapes, strict=True):
         if array.shape != weight_shape:
             raise bad_value(function, name, f"the weight's shape {weight_shape}", array.shape)
@@ -397,7 +397,7 @@ def accumulated(
 
 
 def without_overlap(function: str, argument: str, array: Array) -> None:
-    """Checks of an array that is written that no two elements lie in one place."""
+    """Checks that no two elements of an array that is written lie in one place."""
     end = 1
     for stride, n in sorted((abs(stride), n) for n, stride in zip(array.shape, array.strides, strict=True) if n != 1):
         if stride < end:
@@ -408,7 +408,7 @@ def without_overlap(function: str, argument: str, array: Array) -> None:
 
 
 def gradient_names(function: str, needs: Any, present: tuple[str, ...]) -> tuple[str, ...]:
-    """present: of what the layer has gradients, biases included; None asks for them all."""
+    """Returns the names as a tuple. present: what the layer has gradients of, with biases; None asks for them all."""
     if needs is None or (type(needs) is tuple and needs == present):
         return present
     if not isinstance(needs, (tuple, list, set, frozenset)):
@@ -433,7 +433,7 @@ def layer_backward(function: str, grad_out: Array, x: Array, saved: SavedForBack
 def not_consumed(function: str, saved: SavedForBackward) -> None:
     if saved.consumed:
         advice = "pass keep_saved=True to the earlier call"
-        if function == "expert_parallel_moe":  # in whose backward all ranks take part
+        if function == "expert_parallel_moe":  # all ranks take part in its backward
             advice = "each forward has one backward"
         raise consumed(function, advice)
 
@@ -445,7 +445,7 @@ def consumed(function: str, advice: str) -> RuntimeError:
 
 
 def rows_of_ids(function: str, array: Array, num_experts: int) -> None:
-    """ids (L, k) whose rows may lie apart, such as the first choices ids[:, :1]."""
+    """Checks ids (L, k) whose rows may lie apart, such as the first choices ids[:, :1]."""
     if len(array.shape) != 2 or array.shape[1] < 1:
         raise bad_value(function, "ids", "shape (L, k) with k >= 1", array.shape)
     dtype(function, "ids", array, ID_DTYPES)
@@ -461,7 +461,7 @@ def experts(function: str, argument: str, number: int) -> None:
 
 
 def columns(function: str, argument: str, array: Array, dtypes: tuple[str, ...]) -> None:
-    """An array (L, E) with a column per expert."""
+    """Checks an array (L, E) with a column per expert."""
     shape(function, argument, array, "L, E", (None, None))
     dtype(function, argument, array, dtypes)
     contiguous(function, argument, array)
@@ -477,7 +477,7 @@ def vector(function: str, argument: str, array: Array, letters: str, length: int
 
 
 def divided(function: str, sequences: Any) -> tuple[int | None, Any]:
-    """`sequences` as (the number, None), or (None, the array of offsets), which is not looked at."""
+    """Returns `sequences` as (the number, None), or (None, the array of offsets), which is not looked at."""
     if getattr(sequences, "shape", ()) != ():
         return None, sequences
     try:
@@ -487,7 +487,7 @@ def divided(function: str, sequences: Any) -> tuple[int | None, Any]:
 
 
 def sequences(function: str, number: int | None, offsets: Array | None, num_tokens: int, num_experts: int) -> int:
-    """The number of sequences, from that number or from int32 offsets (S+1,)."""
+    """Returns the number of sequences, from that number or from int32 offsets (S+1,)."""
     if offsets is not None:
         if len(offsets.shape) != 1 or offsets.shape[0] < 2:
             raise bad_value(function, "sequences", "an int, or offsets of shape (S+1,) with S >= 1", offsets.shape)
@@ -508,16 +508,16 @@ def pairs(function: str, argument: str, number: int) -> None:
 
 
 def writable(function: str, argument: str, array: Any) -> None:
-    """Checks that an array of the caller's may be written."""
+    """Checks that the caller's array may be written."""
     framework = arrays.framework_of(array)
-    if framework is None:  # what speaks DLPack alone may be immutable
+    if framework is None:  # an array that speaks DLPack alone may be immutable
         raise bad_type(function, argument, "a NumPy, CuPy or torch array", type(array))
     if framework is arrays.NumPy and not array.flags.writeable:
         raise bad_value(function, argument, "an array that can be written", "a read-only one")
 
 
 def named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
-    """The arrays of a weight or a bias by argument name; none for None."""
+    """Returns the arrays of a weight or a bias by argument name; none for None."""
     if w1 is None:
         return {}
     parts = pair(w1)
@@ -527,7 +527,7 @@ def named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
 
 
 def fp8_rows(function: str, name: str, values: Array, scales: Array) -> None:
-    """Of `Fp8Rows`, the argument `name`; the shape of the values is left to the checks of rows."""
+    """Checks the `Fp8Rows` of argument `name`; the shape of the values is left to the checks of rows."""
     dtype(function, f"{name}.values", values, ("uint8",))
     shape(function, f"{name}.scales", scales, "L", values.shape[:1])
     dtype(function, f"{name}.scales", scales, ("float32",))

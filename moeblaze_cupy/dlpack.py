@@ -1,4 +1,4 @@
-"""Any DLPack array (JAX and others) to a CuPy or NumPy array and back, as far as possible without copying."""
+"""Converts any DLPack array (JAX and others) to a CuPy or NumPy array and back, without copying where possible."""
 
 import functools
 import sys
@@ -25,7 +25,7 @@ def _is_jax_tracer(array: Any) -> bool:
 
 
 def import_array(array: Any) -> Any:
-    """A CuPy array (CUDA) or NumPy array (CPU) over the same memory.
+    """Returns a CuPy array (CUDA) or NumPy array (CPU) over the same memory.
 
     The producer orders its work before CuPy's current stream of that device, as DLPack asks. Raises
     TypeError for other devices, dtypes that NumPy does not import and JAX's tracers, and RuntimeError where CuPy is
@@ -53,9 +53,10 @@ def import_array(array: Any) -> Any:
 
 
 def exporter(array: Any) -> Callable[[Any], Any]:
-    """A function that turns a CuPy or NumPy array into the kind of `array`.
+    """Returns a function that turns a CuPy or NumPy array into the kind of `array`.
 
-    Over the same memory; a copy of a read-only NumPy array, which DLPack does not carry, such as a view of ids of JAX.
+    The result shares the memory. A read-only NumPy array, such as a view of ids of JAX, is copied, as DLPack does not
+    carry it.
     """
     if _is_jax(array):
         return functools.partial(_to_jax, device=next(iter(array.devices())))

@@ -25,7 +25,7 @@ ALIGNMENT = 16  # bytes: the largest access of a kernel to global memory, and le
 
 
 class Layout(NamedTuple):
-    """All of an array that checks and launches depend on, but not its contents. `strides` in elements."""
+    """All of an array that checks and launches depend on, but not its contents. `strides` are in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -39,12 +39,12 @@ class Layout(NamedTuple):
 
 
 def packed(shape: tuple[int, ...], dtype: str, device: int = 0) -> Layout:
-    """Of new memory, in the order of the dimensions."""
+    """Returns the layout of new memory, in the order of the dimensions."""
     return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype, device)
 
 
 def in_memory(sizes: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-    """The sizes or strides of new memory, in the order of memory. transposed: as of `DeviceFramework.empty`."""
+    """Returns the sizes or strides of new memory in the order of memory. transposed: see `DeviceFramework.empty`."""
     return (sizes[0], sizes[2], sizes[1]) if transposed else sizes
 
 
@@ -59,7 +59,7 @@ class Buffer:
 
 @dataclass(slots=True, eq=False)  # not frozen, which would take three times as long to make
 class Array:
-    """One array. `strides` in elements; `device` a CUDA ordinal, or -1 for the CPU; `owner` keeps it alive."""
+    """One array. `strides` are in elements; `device` is a CUDA ordinal, or -1 for the CPU; `owner` keeps it alive."""
 
     owner: Any
     ptr: int
@@ -85,7 +85,7 @@ class Array:
 
     @property
     def is_contiguous(self) -> bool:
-        """C order; strides of dimensions of size 1 do not matter."""
+        """Returns True if the array is in C order; strides of dimensions of size 1 do not matter."""
         expected = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n != 1 and stride != expected:
@@ -95,9 +95,9 @@ class Array:
 
 
 def _describe_strided(array: Any, pointer: int, device: int) -> Array:
-    """A NumPy or CuPy array, whose strides are in bytes."""
+    """Describes a NumPy or CuPy array, whose strides are in bytes."""
     itemsize = array.dtype.itemsize
-    if not itemsize:  # such as JAX's float0
+    if not itemsize:  # JAX's float0, for example
         raise TypeError(f"moeblaze_cupy: dtype: expected numbers, got {array.dtype}")
     return Array(
         array, pointer, tuple(array.shape), tuple(s // itemsize for s in array.strides), array.dtype.name, device
@@ -105,32 +105,32 @@ def _describe_strided(array: Any, pointer: int, device: int) -> Array:
 
 
 class Framework(Protocol):
-    """Whose arrays these are. The classes below serve as they are, without instances."""
+    """The library whose arrays these are. The classes below serve as they are, without instances."""
 
     @property
     def name(self) -> str: ...
 
     def describe(self, array: Any, /) -> Array:
-        """Raises TypeError or RuntimeError for an array whose memory kernels and NumPy cannot read."""
+        """Describes an array. Raises TypeError or RuntimeError for one whose memory kernels and NumPy cannot read."""
 
 
 class DeviceFramework(Framework, Protocol):
-    """One with arrays on CUDA devices, memory for them, and a stream."""
+    """A framework with arrays on CUDA devices, memory for them, and a stream."""
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, transposed: bool, /) -> Buffer:
-        """New memory on the device, without contents: packed, in the order of the dimensions.
+        """Returns new memory on the device, without contents: packed, in the order of the dimensions.
 
-        transposed: of three dimensions, the last two are the other way round in memory. The device is current.
+        transposed: the last two of three dimensions are exchanged in memory. The device is current.
         """
 
     def layouts(self, given: Sequence[Any], /) -> tuple[tuple[Any, ...], list[int]]:
-        """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses.
+        """Returns a key of what `describe` tells of these arrays, with the remainders of addresses; and the addresses.
 
         An absent array is None, also in the key, and has the address 0.
         """
 
     def stream(self, device: int, /) -> int:
-        """The current stream of the device, which must be current."""
+        """Returns the current stream of the device, which must be current."""
 
 
 class NumPy:
@@ -212,7 +212,7 @@ class Torch:
             raise TypeError("moeblaze_cupy: memory: expected a tensor's own values, got a lazy negation: resolve_neg()")
         return Array(array, pointer, shape, strides, _torch_name(array.dtype), device)
 
-    #: What transforms a call with these tensors and would take its results for constants, or None.
+    #: The transform of a call with these tensors that would take its results for constants, or None.
     transformed: ClassVar[Callable[[Iterable[Any]], str | None]] = staticmethod(private.transform)
     stream: ClassVar[Callable[[int], int]] = staticmethod(private.stream)
 
@@ -252,7 +252,7 @@ class Torch:
     def count_writes(given: Iterable[Any]) -> None:
         """Tells autograd of writes through pointers, so that a backward that was to read these tensors raises."""
         for array in given:
-            if not array.is_inference():  # which have no count, and no backward reads them
+            if not array.is_inference():  # those have no count, and no backward reads them
                 sys.modules["torch"].autograd.graph.increment_version(array)
 
     @staticmethod
@@ -268,7 +268,7 @@ class Torch:
 
     @staticmethod
     def in_e4m3(array: Any) -> Any:
-        """A tensor of bytes."""
+        """Returns a tensor of bytes as one of e4m3."""
         return array.view(sys.modules["torch"].float8_e4m3fn)
 
     @staticmethod
@@ -289,7 +289,7 @@ class _Writeable:
 
 
 def _is_freed(tensor: Any) -> bool:
-    """Whether the storage of a tensor with elements has no bytes."""
+    """Returns True if the storage of a tensor with elements has no bytes."""
     freed: bool = tensor.untyped_storage().nbytes() == 0
     return freed
 
@@ -301,9 +301,10 @@ def _torch_name(dtype: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _torch_empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bool) -> Callable[[], Any]:
-    """Makes such tensors, from objects that torch would take several microseconds to parse from text.
+    """Returns a function that makes such tensors.
 
-    On torch's current device they come from the function that torch.compile allocates with.
+    It has the objects that torch would take several microseconds to parse from text. On torch's current device they
+    come from the function that torch.compile allocates with.
     """
     torch = sys.modules["torch"]
     shape = tuple(map(int, shape))  # that function takes nothing derived from tuple and int
@@ -326,7 +327,7 @@ _FRAMEWORKS: Mapping[str, Framework] = {"numpy": NumPy, **_DEVICE_FRAMEWORKS}
 
 
 def framework_of(array: Any) -> Framework | None:
-    """NumPy, CuPy or Torch by the array's type (or a base of it); None for anything else."""
+    """Returns NumPy, CuPy or Torch by the array's type (or a base of it); None for anything else."""
     return _framework_of_type(type(array))  # type: ignore[arg-type]  # mypy takes classes for unhashable
 
 
@@ -341,7 +342,7 @@ def _framework_of_type(kind: type) -> Framework | None:
 
 @functools.cache
 def device_framework_of(kinds: tuple[type, ...]) -> DeviceFramework | None:
-    """CuPy or Torch, if arrays of all these types are of this one; else None. Absent arrays are None."""
+    """Returns CuPy or Torch if arrays of all these types are of this one; else None. Absent arrays are None."""
     found = {_framework_of_type(kind) for kind in kinds if kind is not type(None)}
     framework = found.pop() if len(found) == 1 else None
     return None if framework is None else _DEVICE_FRAMEWORKS.get(framework.name)

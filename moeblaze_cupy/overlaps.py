@@ -1,4 +1,4 @@
-"""Whether arrays share memory, from addresses, shapes and strides alone: what is written must not."""
+"""Checks that arrays that are written share no memory, from addresses, shapes and strides alone."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from moeblaze_cupy.frameworks import Array
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Bytes from an array's address to its first and to the end of its last; strides in bytes."""
+    """Returns the bytes from an array's address to its first and to the end of its last; strides are in bytes."""
     if 0 in shape:
         return 0, 0
     reaches = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
@@ -32,9 +32,9 @@ def _extents(strides_in_bytes: bool, layouts: tuple[Any, ...]) -> list[tuple[int
 
 
 def ranges_meet(strides_in_bytes: bool, layouts: tuple[Any, ...], pointers: Sequence[int], written: int) -> bool:
-    """Whether the address range of one of the last `written` arrays meets that of any other.
+    """Returns True if the address range of one of the last `written` arrays meets that of any other.
 
-    layouts as `arrays.CuPy.layouts` gives them; None, with an address of 0, for what is absent. Ranges of views of one
+    layouts: as `arrays.CuPy.layouts` gives them; None, with an address of 0, for what is absent. Ranges of views of one
     buffer may meet where the views share no element: `apart` tells.
     """
     ranges = [(p + low, p + high) for p, (low, high) in zip(pointers, _extents(strides_in_bytes, layouts), strict=True)]
@@ -56,7 +56,7 @@ class _Memory:
 
 
 def _share_memory(a: Array, b: Array) -> bool:
-    """Whether some byte belongs to elements of both, from addresses, shapes and strides alone."""
+    """Returns True if some byte belongs to elements of both, from addresses, shapes and strides alone."""
     (low_a, high_a), (low_b, high_b) = (
         (array.ptr + low, array.ptr + high)
         for array in (a, b)
@@ -72,7 +72,7 @@ def _share_memory(a: Array, b: Array) -> bool:
 
 
 def apart(function: str, read: Mapping[str, Array], written: Mapping[str, Array]) -> None:
-    """No array that is written shares memory with one that is read, or with another that is written."""
+    """Checks that no array that is written shares memory with one that is read, or with another that is written."""
     others = dict(read)
     for name, array in written.items():
         for other, held in others.items():

@@ -1,4 +1,4 @@
-"""What the layer hands back: index lists, what is kept for backward, gradients.
+"""The types that the layer hands back: index lists, what is kept for backward, gradients.
 
 Shapes use the paper's letters: L tokens, k experts per token, E experts, d model width, h expert
 hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...), but those of
@@ -26,7 +26,7 @@ class Constant(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the name of an activation stands for: y = V(a) * M(b) with a gate, and y = V(a) without.
+    """The formula that the name of an activation stands for: y = V(a) * M(b) with a gate, and y = V(a) without.
 
     kind: V and M, by their name in kernels_cu/common/activation.cuh and reference/activations.py.
     """
@@ -52,7 +52,7 @@ FORMS = {
     "gelu_tanh": Form(False, "GELU_TANH"),
     "relu2": Form(False, "RELU2"),
 }
-MAX_CONSTANTS = 2  # of an activation; fields of the kernels' parameters
+MAX_CONSTANTS = 2  # an activation's constants; fields of the kernels' parameters
 
 SAVE_POLICIES = ("minimal", "fp8", "paper", "recompute", None)
 GATED_ACTIVATIONS = tuple(name for name, form in FORMS.items() if form.gated)
@@ -65,13 +65,13 @@ SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity", "relu")
 SHARES = ("softmax", "sigmoid", "sqrt_softplus")  # scores that a token's shares of all experts can be made of
 SUMS = (*SHARES, "z", "entropy")
 GRADIENTS = ("x", "weights", "w1", "w2")
-FIRST_LAYER_GRADIENTS = frozenset(("x", "w1", "b1", "lora"))  # that come from the gradient of the first layer
-Y_SWI_GRADIENTS = frozenset(("w2", "lora"))  # that come from y_swi times the router weights
+FIRST_LAYER_GRADIENTS = frozenset(("x", "w1", "b1", "lora"))  # they come from the gradient of the first layer
+Y_SWI_GRADIENTS = frozenset(("w2", "lora"))  # they come from y_swi times the router weights
 WEIGHTS_ON = ("output", "input")
 WEIGHT_FORMATS = ("mxfp4", "nf4", "e4m3", "int8")
-NO_EXPERT, IDENTITY = -1, -2  # in token_index_map, of slots that have no row
+NO_EXPERT, IDENTITY = -1, -2  # entries of token_index_map for slots that have no row
 BIASES = ("b1", "b2")
-FACTORS = ("a1", "b1", "a2", "b2")  # of Lora
+FACTORS = ("a1", "b1", "a2", "b2")  # fields of Lora
 
 
 class Activation:
@@ -110,7 +110,7 @@ class Activation:
 
     @property
     def constants(self) -> dict[str, float]:
-        """By name, in the order of the kernels' parameters."""
+        """Returns the constants by name, in the order of the kernels' parameters."""
         return {constant.name: value for constant, value in zip(self.form.constants, self._values, strict=True)}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -125,7 +125,7 @@ class Activation:
     def __hash__(self) -> int:
         return hash((self.name, self._values))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # as copy and pickle need it
+    def __reduce__(self) -> tuple[Any, ...]:  # copy and pickle need it
         return _activation, (self.name, self.constants)
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ def _activation(name: str, constants: dict[str, float]) -> Activation:
 
 
 def _number(constant: Constant, value: Any) -> float:
-    """The value as a float. Kernels take it as float32, in which it must be finite, and above 0 where it has to be."""
+    """Returns the value as a float. Kernels take it as float32: there it must be finite, and above 0 where needed."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"Activation: {constant.name}: expected a number, got {value!r}")
     single = np.finfo(np.float32)
@@ -154,21 +154,21 @@ def _named(name: str) -> Activation:
 
 
 def activation_of(activation: str | Activation) -> Activation:
-    """An activation by its name alone has the default constants."""
+    """Returns the activation; one given by its name alone has the default constants."""
     return activation if isinstance(activation, Activation) else _named(activation)
 
 
 def is_gated(activation: str | Activation) -> bool:
-    """True where the first layer has a gate and an up half: y = V(x w_gate) * M(x w_up)."""
+    """Returns True where the first layer has a gate and an up half: y = V(x w_gate) * M(x w_up)."""
     return (activation.name if isinstance(activation, Activation) else activation) in GATED_ACTIVATIONS
 
 
 class Lora(NamedTuple):
-    """Low-rank factors beside the experts' weights: expert e has w1[e] + scale1 (b1[e] a1[e])^T and likewise w2[e].
+    """Low-rank factors beside the experts' weights: expert e has w1[e] + scale1 (b1[e] a1[e])^T, and w2[e] the same.
 
     Either pair may be None. The pairs may have different ranks r, from 1 to 256. Factors have x's dtype or float32, and
     any memory order; the kernels read them rounded to x's dtype. An a1 or a2 without the dimension E is shared by all
-    experts. Of `Gradients` the scales are None.
+    experts. In `Gradients` the scales are None.
     """
 
     a1: Any = None  #: (E, r, d) or (r, d)
@@ -180,7 +180,7 @@ class Lora(NamedTuple):
 
     @property
     def factors(self) -> tuple[Any, Any, Any, Any]:
-        """All but the scales."""
+        """Returns all but the scales."""
         return self.a1, self.b1, self.a2, self.b2
 
     @property
@@ -188,7 +188,7 @@ class Lora(NamedTuple):
         return self.scale1, self.scale2
 
     def with_factors(self, factors: Iterable[Any]) -> "Lora":
-        """The same scales with these, in the order of `factors`."""
+        """Returns the same scales with these factors, in the order of `factors`."""
         return self._replace(**dict(zip(FACTORS, factors, strict=True)))
 
 
@@ -203,7 +203,7 @@ NO_LORA_ROWS = LoraRows()
 
 
 class LayerOptions(NamedTuple):
-    """What a layer is told beside its arrays; see `moeblaze_cupy.moe_forward`. It is part of a record's key."""
+    """The options of a layer, beside its arrays; see `moeblaze_cupy.moe_forward`. It is part of a record's key."""
 
     activation: str | Activation = "swiglu"
     save: str | None = "minimal"
@@ -220,7 +220,7 @@ class LayerOptions(NamedTuple):
 
     @property
     def halves(self) -> int:
-        """2 where the first layer has gate and up columns, else 1."""
+        """Returns 2 where the first layer has gate and up columns, else 1."""
         return 1 + is_gated(self.activation)
 
     @property
@@ -229,17 +229,17 @@ class LayerOptions(NamedTuple):
 
     @property
     def on_input(self) -> bool:
-        """Whether the router weights scale the experts' input."""
+        """Returns True if the router weights scale the experts' input."""
         return self.weights_on == "input"
 
 
 def nbytes(array: Any) -> int:
-    """Bytes of one array's elements, 0 for None. Works for NumPy, CuPy and torch alike."""
+    """Returns the bytes of one array's elements, 0 for None. It works for NumPy, CuPy and torch alike."""
     return 0 if array is None else int(array.nbytes)
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    """By the array's method, or by a function of its namespace, which is all that the array API standard asks for."""
+    """Reshapes by the array's method, or by a function of its namespace, all that the array API standard asks for."""
     if hasattr(array, "reshape"):
         return array.reshape(shape)
     return array.__array_namespace__().reshape(array, shape)
@@ -260,7 +260,7 @@ class DispatchIndices:
     places: Mapping[str, tuple[int, tuple[int, ...]]]  #: first element and shape of each list in `lists`
     num_experts: int
     ids_copied: bool = False  #: `ids` is not the caller's array (that was int64)
-    max_slots: int | None = None  #: of slots that have a row, if that is bounded
+    max_slots: int | None = None  #: bound of the slots that have a row, if there is one
 
     def _list(self, name: str) -> Any:
         start, shape = self.places[name]
@@ -303,7 +303,7 @@ class DispatchIndices:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether tokens have any number of slots each, as `token_offsets` says."""
+        """Returns True if tokens have any number of slots each, as `token_offsets` says."""
         return "token_offsets" in self.places
 
     @property
@@ -313,7 +313,7 @@ class DispatchIndices:
 
     @property
     def num_rows(self) -> int:
-        """Rows of buffers in expert order: max_slots, or L*k."""
+        """Returns the rows of buffers in expert order: max_slots, or L*k."""
         return self.num_slots if self.max_slots is None else self.max_slots
 
     @property
@@ -326,17 +326,17 @@ class DispatchIndices:
 
     @property
     def k(self) -> int | None:
-        """None where tokens have any number of slots."""
+        """Returns k, or None where tokens have any number of slots."""
         return None if self.is_ragged else self.places["token_index_map"][1][1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that these lists hold beyond the caller's ids."""
+        """Returns the bytes that these lists hold beyond the caller's ids."""
         held: int = math.prod(self.lists.shape) + (math.prod(self.ids.shape) if self.ids_copied else 0)
         return 4 * held
 
     def split(self) -> tuple[list[Any], "DispatchIndices"]:
-        """The arrays, and the rest, which `joined` puts together again."""
+        """Returns the arrays, and the rest, which `joined` puts together again."""
         return [self.lists, self.ids], self.joined([None, None])
 
     def joined(self, arrays: Sequence[Any]) -> "DispatchIndices":
@@ -345,27 +345,27 @@ class DispatchIndices:
 
 
 def pair(weight: Any) -> tuple[Any, ...]:
-    """One weight's array, or its (gate, up), as a tuple."""
+    """Returns one weight's array, or its (gate, up), as a tuple."""
     return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
 
 
 def one_or_pair(parts: Sequence[Any]) -> Any:
-    """Undoes `pair`: the one array, or the tuple (gate, up)."""
+    """Undoes `pair`: returns the one array, or the tuple (gate, up)."""
     return tuple(parts) if len(parts) == 2 else parts[0]
 
 
 def gate_and_up(weight: Any) -> tuple[Any, Any]:
-    """One weight's array and None, or its (gate, up)."""
+    """Returns one weight's array and None, or its (gate, up)."""
     return (*weight, None)[:2] if isinstance(weight, (tuple, list)) else (weight, None)
 
 
 def joined(gate: Any, up: Any) -> Any:
-    """Undoes `gate_and_up`: gate alone if up is None, else (gate, up)."""
+    """Undoes `gate_and_up`: returns gate alone if up is None, else (gate, up)."""
     return gate if up is None else (gate, up)
 
 
 def present(*values: Any) -> tuple[Any, ...]:
-    """The values that are not None."""
+    """Returns the values that are not None."""
     return tuple(value for value in values if value is not None)
 
 
@@ -388,12 +388,12 @@ class LayerArrays(NamedTuple):
 
     @property
     def w1(self) -> Any:
-        """One array, or a pair."""
+        """Returns one array, or a pair."""
         return joined(self.w1_gate, self.w1_up)
 
     @property
     def b1(self) -> Any:
-        """One array, a pair, or None."""
+        """Returns one array, a pair, or None."""
         return joined(self.b1_gate, self.b1_up)
 
     @property
@@ -409,12 +409,12 @@ class LayerArrays(NamedTuple):
         return present(self.b2)
 
     def arguments(self) -> tuple[str, ...]:
-        """What callers call the arrays."""
+        """Returns the names that callers know the arrays by."""
         w1, b1 = ("w1" if self.w1_up is None else "w1[0]"), ("b1" if self.b1_up is None else "b1[0]")
         return "x", "ids", "weights", w1, "w1[1]", "w2", b1, "b1[1]", "b2", "token_offsets"
 
 
-# What LayerArrays(*values) gives, without a frame of Python: every call makes a few.
+# This gives what LayerArrays(*values) gives, without a frame of Python: every call makes a few.
 layer_arrays: Callable[[Sequence[Any]], LayerArrays] = functools.partial(tuple.__new__, LayerArrays)
 
 
@@ -429,12 +429,12 @@ class BackwardArrays(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "BackwardArrays":
-        """values: one for each array, in order, those of the layer among them."""
+        """Returns these arrays. values: one for each array, in order, those of the layer among them."""
         return cls(values[0], layer_arrays(values[1:-3]), values[-3], values[-2], values[-1])
 
 
 class BackwardOptions(NamedTuple):
-    """What a backward is told beside its arrays; see `moeblaze_cupy.moe_backward`."""
+    """The options of a backward, beside its arrays; see `moeblaze_cupy.moe_backward`."""
 
     needs: tuple[str, ...]
     keep_saved: bool = False
@@ -442,20 +442,20 @@ class BackwardOptions(NamedTuple):
 
     @property
     def first_layer(self) -> bool:
-        """Whether the gradient of the first layer is needed."""
+        """Returns True if the gradient of the first layer is needed."""
         return not FIRST_LAYER_GRADIENTS.isdisjoint(self.needs)
 
     @property
     def weighted_y_swi(self) -> bool:
-        """Whether y_swi times the router weights is needed."""
+        """Returns True if y_swi times the router weights is needed."""
         return not Y_SWI_GRADIENTS.isdisjoint(self.needs)
 
 
 def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], keep_saved: bool) -> bool:
-    """Whether a backward for the gradients `needs` overwrites what was saved.
+    """Returns True if a backward for the gradients `needs` overwrites what was saved.
 
     The first layer makes room for its own gradient, y_swi for the operand of w2's; a recomputed first layer is no loss.
-    has_first_layer: and it is not in e4m3, where its gradient has no room.
+    has_first_layer: False also for one in e4m3, where its gradient has no room.
     The CPU overwrites nothing, but counts the same backwards, so that code that runs there runs on CUDA too.
     """
     overwrites_first_layer = has_first_layer and not FIRST_LAYER_GRADIENTS.isdisjoint(needs)
@@ -464,7 +464,7 @@ def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], 
 
 @dataclass(eq=False)
 class Fp8Weights:
-    """The weights of a layer in e4m3, in both orientations: what `quantize_weights` makes.
+    """The weights of a layer in e4m3, in both orientations, as `quantize_weights` makes them.
 
     A product in e4m3 reads its right operand along the dimension that it sums over, so each weight is here twice, with
     the same numbers. All arrays are C-contiguous. E4m3 is uint8 in NumPy and CuPy, float8_e4m3fn in torch; a weight is
@@ -495,12 +495,12 @@ class Fp8Rows(NamedTuple):
     scales: Any  #: (L,) float32
 
     def part(self, of: slice) -> "Fp8Rows":
-        """Some of the rows."""
+        """Returns some of the rows."""
         return Fp8Rows(self.values[of], self.scales[of])
 
 
 class NestedScales(NamedTuple):
-    """What uint8 scales of "nf4" stand for, as of bitsandbytes: scale = code[byte] * absmax of its block + offset."""
+    """The meaning of uint8 scales of "nf4", as in bitsandbytes: scale = code[byte] * absmax of its block + offset."""
 
     code: Any  #: (256,) float32
     absmax: Any  #: (E, N * K / 16384) float32, one for each 256 scales of an expert
@@ -508,7 +508,7 @@ class NestedScales(NamedTuple):
 
 
 class QuantizedWeight(NamedTuple):
-    """A frozen weight in four or eight bits, which the layer takes as w1 or w2: what `quantize_experts` makes.
+    """A frozen weight in four or eight bits, which the layer takes as w1 or w2; `quantize_experts` makes it.
 
     An expert's weight is N rows of K elements, K being what the layer's product sums over: (N, K) is (2h, d) of w1, or
     (h, d) without a gate, and (d, h) of w2. The layer reads it as its transposed view (K, N), so rows keep the order of
@@ -538,7 +538,7 @@ class QuantizedWeight(NamedTuple):
     shape: tuple[int, int, int]  #: (E, K, N), that of the weight in the layer
     block: tuple[int, int] | None = None  #: rows and columns that share a scale of "e4m3"
     nested: NestedScales | None = None
-    dtype: str = "bfloat16"  #: of x and of the decoded weight: "bfloat16", or "float32" on the CPU
+    dtype: str = "bfloat16"  #: that of x and of the decoded weight: "bfloat16", or "float32" on the CPU
 
     @property
     def nbytes(self) -> int:
@@ -548,7 +548,7 @@ class QuantizedWeight(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SavedForBackward:
-    """What `moe_forward` keeps for `moe_backward`.
+    """The arrays and options that `moe_forward` keeps for `moe_backward`.
 
     The arrays are the caller's own, not copies: what changes in them before backward changes the gradients. `nbytes`
     counts what is held beyond them.
@@ -562,8 +562,8 @@ class SavedForBackward:
     first_layer: Any
     y_swi: Any  #: (R, h), R being L*k or max_slots: V(a) * M(b); None unless save="paper"
     consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
-    fp8_weights: Fp8Weights | None = None  #: what precision="fp8" multiplies with
-    x_scales: Any = None  #: (L,) float32 where x is in e4m3, as of `Fp8Rows`; else None
+    fp8_weights: Fp8Weights | None = None  #: the weights that precision="fp8" multiplies with
+    x_scales: Any = None  #: (L,) float32 where x is in e4m3, see `Fp8Rows`; else None
     lora: Lora | None = None  #: the caller's factors
     lora_rows: LoraRows = NO_LORA_ROWS  #: none of a recomputed first layer
     decoded_by: int = 0  #: the number of this forward where it has decoded `QuantizedWeight`; else 0
@@ -606,12 +606,12 @@ class SavedForBackward:
 
     @property
     def is_overwritable(self) -> bool:
-        """Whether backward may put the first layer's gradient in its place."""
+        """Returns True if backward may put the first layer's gradient in its place."""
         return self.first_layer is not None and self.options.save != "fp8"
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The names of what this layer has gradients of; "weights" among them always."""
+        """Returns the names of what this layer has gradients of; "weights" among them always."""
         gradients: tuple[str, ...] = GRADIENTS
         frozen = [isinstance(weight, QuantizedWeight) for weight in (self.arrays.w1_gate, self.arrays.w2)]
         if any(frozen):
@@ -622,7 +622,7 @@ class SavedForBackward:
 
     @property
     def default_gradients(self) -> tuple[str, ...]:
-        """The names of those that a backward computes unless it is told: with factors, nothing of what they adapt."""
+        """Returns the names that a backward computes unless it is told: with factors, nothing of what they adapt."""
         return self.gradients if self.lora is None else ("x", "weights", "lora")
 
     @property
@@ -632,7 +632,7 @@ class SavedForBackward:
 
 @dataclass(eq=False)
 class PendingWeights:
-    """What `moe_backward_data` leaves for `moe_backward_weights`, which takes it once.
+    """The arrays that `moe_backward_data` leaves for `moe_backward_weights`, which takes them once.
 
     grad_out and what `saved` refers to are the caller's own arrays. On the CPU the last two are None, and the steps
     before the weight gradients run again.
@@ -643,12 +643,12 @@ class PendingWeights:
     first_layer_grad: Any = None  #: (R, 2h) or (R, h), the first layer's gradient, often in the first layer's memory
     weighted_y_swi: Any = None  #: (R, h), y_swi times the router weight, if that is on the output
     consumed: bool = False  #: the weight gradients have been taken
-    grad_scales: Any = None  #: (L,) float32 where grad_out is in e4m3, as of `Fp8Rows`; else None
+    grad_scales: Any = None  #: (L,) float32 where grad_out is in e4m3, see `Fp8Rows`; else None
 
 
 @dataclass(frozen=True)
 class RouterSums:
-    """Sums over the tokens of each of S sequences, None where not asked for. float32 (float64 of such logits)."""
+    """Sums over the tokens of each of S sequences in float32 (float64 for such logits); None where not asked for."""
 
     score_sums: Any = None  #: (S, E): of q, each token's scores as shares of all experts
     z_sums: Any = None  #: (S,): of the squared logarithm of the sum of exp(logits)
@@ -660,18 +660,18 @@ class RouterSums:
 
 @dataclass(eq=False)
 class Gradients:
-    """Gradients of one layer, None where not asked for. Each in the form, dtype and memory order of its input.
+    """Gradients of one layer, None where not asked for. Each has the form, dtype and memory order of its input.
 
     Iteration gives x, weights, w1 and w2; the gradients of biases have names alone.
     """
 
     x: Any = None  #: (L, d)
     weights: Any = None  #: (L, k) or (P,)
-    w1: Any = None  #: as w1: one array, or a pair
+    w1: Any = None  #: like w1: one array, or a pair
     w2: Any = None  #: (E, h, d)
-    b1: Any = None  #: as b1: one array, or a pair
+    b1: Any = None  #: like b1: one array, or a pair
     b2: Any = None  #: (E, d)
-    lora: Lora | None = None  #: of the factors, in their shapes and dtypes, C-contiguous
+    lora: Lora | None = None  #: gradients of the factors, in their shapes and dtypes, C-contiguous
 
     def __iter__(self) -> Iterator[Any]:
         return (getattr(self, name) for name in GRADIENTS)

@@ -25,60 +25,61 @@ class DispatchConfig:
     other. The matrix of counters in its shared memory has a row per expert and a column per counting thread.
     """
 
-    blocks: int  # of dispatch_route
-    parts: int  # of each of these blocks
+    blocks: int  # blocks of dispatch_route
+    parts: int  # parts of each of these blocks
     part_slots: int
     counted_together: int  # blocks of dispatch_route whose slots one block of dispatch_count counts, 1 or 2
-    count_columns: int  # of a matrix of dispatch_count
+    count_columns: int  # columns of a matrix of dispatch_count
     count_threads: int  # per block of dispatch_count
     count_shared_bytes: int
-    columns: int  # of the matrix of dispatch_route, and its threads that count
+    columns: int  # columns of the matrix of dispatch_route, and its threads that count
     route_threads: int  # per block of dispatch_route
     route_shared_bytes: int
     why: tuple[str, ...] = ()  # dispatch_count runs or not; then so many blocks of dispatch_route
 
     @property
     def block_slots(self) -> int:
-        """Slots of a block of dispatch_route. The last block may have fewer."""
+        """Returns the slots of a block of dispatch_route. The last block may have fewer."""
         return self.parts * self.part_slots
 
     @property
     def counts(self) -> bool:
-        """Whether dispatch_count runs. One block that takes all slots in one part counts them itself."""
+        """Returns True if dispatch_count runs. One block that takes all slots in one part counts them itself."""
         return self.blocks > 1 or self.parts > 1
 
     @property
     def count_blocks(self) -> int:
-        """Blocks of dispatch_count."""
+        """Returns the number of blocks of dispatch_count."""
         return ceil_div(self.blocks, self.counted_together)
 
     def workspace_bytes(self, num_experts: int) -> int:
-        """Bytes of block_counts: an int32 per block and expert, with E rounded up to a multiple of 4."""
+        """Returns the bytes of block_counts: an int32 per block and expert, with E rounded up to a multiple of 4."""
         return 4 * self.count_blocks * self.counted_together * ceil_div(num_experts, 4) * 4 if self.counts else 0
 
 
 def _power_of_two(most: int, least: int) -> int:
-    """The largest power of two up to `most`, or `least` if that is more."""
+    """Returns the largest power of two up to `most`, or `least` if that is more."""
     return max(least, 1 << max(most, 1).bit_length() - 1)
 
 
 def _route_shared_bytes(num_experts: int, columns: int, part_slots: int, threads: int, alone: bool) -> int:
-    """Dynamic shared memory of dispatch_route, see the map in dispatch.cu.
+    """Returns the dynamic shared memory of dispatch_route; dispatch.cu has the map.
 
-    First the lists. Then the matrix and the scratch memory of the sums over blocks, or 4 bytes per slot of a part if
-    that is more. Then 4 bytes per slot of a part. `alone`: one block takes all slots in one part, and sums nothing.
+    The lists come first. Then come the matrix and the scratch memory of the sums over blocks, or 4 bytes per slot of a
+    part if that is more. At the end are 4 bytes per slot of a part. `alone`: one block takes all slots in one part, and
+    sums nothing.
     """
     lists = ceil_div(4 * EXPERT_LISTS * (num_experts + 1), 16) * 16
     matrix = 2 * columns * (num_experts + 1)
     experts = ceil_div(num_experts, 4) * 4
-    groups = 4 * (threads - max(columns, 32)) // experts  # of threads; a group sums four experts per thread
+    groups = 4 * (threads - max(columns, 32)) // experts  # groups of threads; a group sums four experts per thread
     sums = 0 if alone or groups < MIN_GROUPS else 8 * groups * experts
     return lists + max(matrix + sums, 4 * part_slots) + 4 * part_slots
 
 
 @functools.lru_cache(maxsize=1024)
 def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> DispatchConfig:
-    """Blocks, parts, columns and shared memory of the dispatch kernels.
+    """Chooses blocks, parts, columns and shared memory of the dispatch kernels.
 
     Up to ALONE_SLOTS slots there is one block and one launch. Above, there is a block per 768 slots, at most as many
     as are resident at one time. A multiprocessor holds two blocks while matrices of 128 columns take at most a third
@@ -106,7 +107,7 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
         return part_slots < 65536 and _route_shared_bytes(num_experts, columns, part_slots, threads, alone) <= available
 
     def slots_per_column(slots: int) -> int:
-        """Slots of each column in a part of that many slots, rounded up to 2 more than a multiple of 4."""
+        """Returns the slots of each column in a part of that many slots, rounded up to 2 more than a multiple of 4."""
         return ceil_div(max(ceil_div(slots, columns) - 2, 0), 4) * 4 + 2
 
     alone = blocks == 1 and fits(slots_per_column(block_slots), True)

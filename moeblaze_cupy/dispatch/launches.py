@@ -1,4 +1,4 @@
-"""The three dispatch steps of the paper's section 4.2: kernels_cu/dispatch/dispatch.cu."""
+"""Launches the three dispatch steps of the paper's section 4.2: kernels_cu/dispatch/dispatch.cu."""
 
 import functools
 import math
@@ -20,21 +20,21 @@ EXPERT_TOKEN_OFFSETS = LISTS.index("expert_token_offsets")
 EXPERTS_BY_LOAD = LISTS.index("experts_by_load")
 TOKEN_INDEX_MAP = LISTS.index("token_index_map")
 TOKEN_OFFSETS = LISTS.index("token_offsets")
-Lists = tuple[int, int, int, int, int, int]  # their addresses, in this order; 0 for token_offsets that there are not
+Lists = tuple[int, int, int, int, int, int]  # their addresses, in this order; 0 without token_offsets
 
 
 @dataclass(frozen=True)
 class IndexLayout:
     """Sizes of the index lists, and where each lies in their one buffer.
 
-    num_pairs: of slots, where tokens have any number of them; k is None then.
+    num_pairs: the number of slots where a token may have any number of them; k is then None.
     """
 
     num_tokens: int
     k: int | None
     num_experts: int
     num_pairs: int = 0
-    max_slots: int | None = None  # of slots that have a row
+    max_slots: int | None = None  # bound of the slots that have a row
 
     @property
     def num_slots(self) -> int:
@@ -42,17 +42,17 @@ class IndexLayout:
 
     @property
     def slots_shape(self) -> tuple[int, ...]:
-        """The shape of arrays with an element per slot."""
+        """Returns the shape of arrays with an element per slot."""
         return (self.num_pairs,) if self.k is None else (self.num_tokens, self.k)
 
     @property
     def by_slot(self) -> "IndexLayout":
-        """The same slots, each as a token of its own."""
+        """Returns the same slots, each as a token of its own."""
         return IndexLayout(self.num_slots, 1, self.num_experts, max_slots=self.max_slots)
 
     @property
     def num_rows(self) -> int:
-        """Rows of buffers in expert order."""
+        """Returns the rows of buffers in expert order."""
         return self.num_slots if self.max_slots is None else self.max_slots
 
     @property
@@ -70,12 +70,12 @@ class IndexLayout:
 
     @functools.cached_property
     def places(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-        """First element and shape of each list."""
+        """Returns the first element and shape of each list."""
         return self._lists[0]
 
     @property
     def size(self) -> int:
-        """Elements of the buffer."""
+        """Returns the number of elements of the buffer."""
         return self._lists[1]
 
     @functools.cached_property
@@ -84,24 +84,24 @@ class IndexLayout:
         return a, b, c, d, e, 4 * self.places["token_offsets"][0] if self.k is None else None
 
     def addresses(self, lists: int) -> Lists:
-        """The addresses of LISTS in a buffer at `lists`."""
+        """Returns the addresses of LISTS in a buffer at `lists`."""
         a, b, c, d, e, f = self._offsets
         return lists + a, lists + b, lists + c, lists + d, lists + e, 0 if f is None else lists + f
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """What the three steps launch and allocate for ids of one layout."""
+    """The launches and buffers of the three steps for ids of one layout."""
 
     index: IndexLayout
     copies_ids: bool  # int64 ids become int32
     counts: int  # int32 elements of workspace
     count: Launch | None  # None where one block knows all counts itself
     route: Launch
-    list_tokens: Launch | None  # where tokens have any number of slots
-    rows_to_tokens: Launch | None  # where tokens have any number of slots
-    mark_identity: Launch | None  # where there are identity experts
-    bound: Launch | None  # where max_slots bounds the rows
+    list_tokens: Launch | None  # runs where tokens have any number of slots
+    rows_to_tokens: Launch | None  # runs where tokens have any number of slots
+    mark_identity: Launch | None  # runs where there are identity experts
+    bound: Launch | None  # runs where max_slots bounds the rows
 
 
 @cached
@@ -113,11 +113,11 @@ def configure(
     identity_experts: int = 0,
     max_slots: int | None = None,
 ) -> Dispatch:
-    """The launches for ids (L, k), int32 or int64; (P,) of `num_tokens` tokens if that is given.
+    """Configures the launches for ids (L, k), int32 or int64; (P,) of `num_tokens` tokens if that is given.
 
     Pairs are dispatched as P tokens with one expert each, from a copy of the ids that has none for pairs of no token.
-    A launch before finds each pair's token, and one after puts tokens in the place of pairs. max_slots: of slots that
-    have a row, by expert, then token.
+    A launch before finds each pair's token, and one after puts tokens in the place of pairs. max_slots: the bound of
+    slots that have a row, by expert, then token.
     """
     ragged, num_slots = num_tokens is not None, math.prod(ids.shape)
     tokens, k = (num_tokens, None) if num_tokens is not None else ids.shape
@@ -176,7 +176,7 @@ def configure(
 
 
 def _bound(index: IndexLayout) -> Launch | None:
-    """The launch that cuts off the lists at `max_slots`. The launches before it make them as without a bound."""
+    """Returns the launch that cuts off the lists at `max_slots`. Launches before it make them as without a bound."""
     if index.max_slots is None:
         return None
     return Launch(
@@ -194,7 +194,7 @@ def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict
 
 
 def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) -> tuple[Buffer, Buffer | None, Lists]:
-    """The index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`), and each list's address."""
+    """Returns the index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`) and all addresses."""
     if steps.list_tokens or steps.mark_identity:
         return _dispatch_slots(run, steps, ids, token_offsets)
     index = steps.index
@@ -214,7 +214,7 @@ def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) ->
 
 
 def index_lists(run: Runtime, steps: Dispatch, pointers: Sequence[int]) -> tuple[Buffer, Buffer | None]:
-    """The same without the addresses. pointers: ids, token_offsets."""
+    """Returns the same without the addresses. pointers: ids, token_offsets."""
     return dispatch(run, steps, *pointers)[:2]
 
 
@@ -223,7 +223,7 @@ def _cut_off(run: Runtime, bound: Launch, index: IndexLayout, lists: Buffer, add
 
 
 def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
-    """`dispatch` of pairs, or with identity experts."""
+    """Runs `dispatch` of pairs, or with identity experts."""
     index = steps.index
     lists = run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)

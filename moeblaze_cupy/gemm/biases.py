@@ -18,7 +18,7 @@ from moeblaze_cupy.gemm import variants as gemm_variants
 
 
 class Parameter:
-    """What the layouts of a weight and of a bias have in common: one array, or the pair (gate, up), which are alike."""
+    """The common part of the layouts of a weight and of a bias: one array, or the pair (gate, up), which are alike."""
 
     layouts: tuple[Layout, ...]
     up_offset: int
@@ -29,11 +29,11 @@ class Parameter:
         return self.layouts[0].dtype
 
     def halves(self, first: int, second: int = 0) -> tuple[int, int]:
-        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
+        """Returns where gate and up begin, from the addresses of the two arrays, or of the only one."""
         return first, (second or first) + self.up_offset
 
     def empty_gradient(self, run: Runtime) -> tuple[Any, tuple[int, ...]]:
-        """A new array, or the pair (gate, up), in the shapes and memory order of the parameter; and their addresses."""
+        """Returns a new array or pair (gate, up), in the parameter's shapes and memory order, and the addresses."""
         form = self.layouts[0].shape, self.layouts[0].dtype, self.transposed
         first = run.empty(*form)
         if len(self.layouts) == 1:
@@ -54,12 +54,12 @@ class Bias(Parameter):
     half: int
     up_offset: int
     stride: int
-    misalignment: int  # of the halves' starts; 0 if both are aligned
+    misalignment: int  # that of the halves' starts; 0 if both are aligned
     transposed: bool = False
 
     @classmethod
     def of(cls, layouts: tuple[Layout, ...], half_columns: int | None = None) -> "Bias":
-        """half_columns: h, if this is the one (E, 2h) array of a gated layer whose w1 has gate, then up columns."""
+        """Returns the layout. half_columns: h, if this is the only array (E, 2h) and w1 has gate, then up columns."""
         first = layouts[0]
         up_offset = half_columns * first.itemsize if half_columns is not None and len(layouts) == 1 else 0
         half = half_columns if up_offset and half_columns is not None else first.shape[1]
@@ -68,11 +68,11 @@ class Bias(Parameter):
 
     @property
     def columns(self) -> int:
-        """Columns of all halves together."""
+        """Returns the number of columns of all halves together."""
         return sum(layout.shape[1] for layout in self.layouts)
 
     def gradient_layouts(self) -> tuple[Layout, ...]:
-        """The layouts of new arrays for the gradient: packed, in the shapes of the bias."""
+        """Returns the layouts of new arrays for the gradient: packed, in the shapes of the bias."""
         return tuple(layout._replace(strides=(layout.shape[1], 1), misalignment=0) for layout in self.layouts)
 
 
@@ -88,7 +88,7 @@ class BiasBwd:
 
     launch: Launch
     gathers: bool
-    parts: int  # of the partial sums
+    parts: int  # parts of the partial sums
 
 
 def configure(
@@ -100,7 +100,7 @@ def configure(
     gathers: bool,
     accumulate: bool,
 ) -> BiasBwd:
-    """The sums over each expert's rows of `bias.columns` elements; zeros for experts without any.
+    """Configures the sums over each expert's rows of `bias.columns` elements; zeros for experts without any.
 
     `accumulate` adds to what the gradient holds; experts without rows are then left alone. misalignment: of the rows.
     """
@@ -143,8 +143,10 @@ def bias_bwd(
     bias: int = 0,
     partial_sums: int = 0,
 ) -> None:
-    """gradient: where its gate and up begin, 0 if it is not wanted. partial_sums: where those of the router weights'
-    gradient begin, 0 if they are not wanted."""
+    """Launches the step. gradient: where its gate and up begin, 0 if it is not wanted.
+
+    partial_sums: where those of the router weights' gradient begin, 0 if they are not wanted.
+    """
     tokens = lists[EXPERT_TOKEN_INDICES] if step.gathers else 0
     offsets, by_load = lists[EXPERT_TOKEN_OFFSETS], lists[EXPERTS_BY_LOAD]
     run.launch(step.launch, rows, tokens, offsets, by_load, row_weights, bias, partial_sums, *gradient)

@@ -37,11 +37,11 @@ from moeblaze_cupy.cuda.launch_config import (
     ceil_div,
 )
 
-SHARED_WEIGHT_ROWS = 2 * TILE_ROWS  # of an expert on average, from which on CTAs share its weights
-CLUSTER_DEPTH = 4096  # what an element sums over, from which on 2-CTA clusters pay
-SPARE_RANKS = 16  # of a low-rank factor that lies in the spare bytes
-MAX_CLUSTER_ROWS = 1024  # of an expert on average, up to which they pay for products that are summed over slots
-DYNAMIC_DEPTH = 2048  # what an element of up_fwd sums over, from which on its tiles are long
+SHARED_WEIGHT_ROWS = 2 * TILE_ROWS  # rows of an expert on average, from which on CTAs share its weights
+CLUSTER_DEPTH = 4096  # number that an element sums over, from which on 2-CTA clusters pay
+SPARE_RANKS = 16  # ranks of a low-rank factor that lies in the spare bytes
+MAX_CLUSTER_ROWS = 1024  # rows of an expert on average, up to which they pay for products that are summed over slots
+DYNAMIC_DEPTH = 2048  # number that an element of up_fwd sums over, from which on its tiles are long
 WIDE, SQUARE = f"tiles of {TILE_ROWS} x {PANEL_COLUMNS}", f"tiles of {SQUARE_TILE} x {SQUARE_TILE}"
 
 # Sentences of decisions that need no more than their condition, which stands where they are used.
@@ -57,19 +57,19 @@ def count(number: int, noun: str) -> str:
 
 
 def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
-    """What differs from `kernel_constants` in a Hopper product of e4m3: a stage of as many bytes is twice as deep.
+    """Returns the constants that differ from `kernel_constants` in a Hopper product of e4m3.
 
-    The products that promote hold 64 more accumulators, and their producer is one thread. With rows that go to tokens
-    another warp of the producer writes zeros.
+    A stage of as many bytes is twice as deep. The products that promote hold 64 more accumulators, and their producer
+    is one thread. With rows that go to tokens another warp of the producer writes zeros.
     """
     producer, consumer = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
     return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
 def square_constants(consumer_registers: int) -> dict[str, int]:
-    """What differs from `kernel_constants` in a Hopper kernel with square tiles: three warpgroups of consumers.
+    """Returns the constants that differ from `kernel_constants` in a Hopper kernel with square tiles.
 
-    A stage has as many bytes: 192 and 192 rows or columns are 128 and 256.
+    There are three warpgroups of consumers. A stage has as many bytes: 192 and 192 rows or columns are 128 and 256.
     """
     return {
         "BM": SQUARE_TILE,
@@ -81,7 +81,7 @@ def square_constants(consumer_registers: int) -> dict[str, int]:
 
 
 def square_product_constants(epilogue: str) -> dict[str, int]:
-    """The same of a product with this epilogue; nothing for one that has no square tiles."""
+    """Returns the same for a product with this epilogue; nothing for one that has no square tiles."""
     if epilogue not in ("StoreRows", "ActivatePairs"):
         return {}
     columns = SQUARE_TILE // 2 if epilogue == "ActivatePairs" else SQUARE_TILE
@@ -94,7 +94,7 @@ class GemmConfig:
     """Geometry of one grouped GEMM launch."""
 
     tier: str
-    tile_columns: int  # of the result; a gated up projection's tile holds as many of gate and of up
+    tile_columns: int  # columns of the result; a gated up projection's tile holds as many of gate and of up
     threads: int
     shared_bytes: int
     stages: int
@@ -102,7 +102,7 @@ class GemmConfig:
     why: tuple[str, ...] = ()  # these kernels, and so many stages
 
     def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits, clusters: bool = False) -> int:
-        """One CTA per tile; on Hopper at most one per multiprocessor, in clusters an even number."""
+        """Returns one CTA per tile; on Hopper at most one per multiprocessor, in clusters an even number."""
         tiles = column_tiles(columns, self.tile_columns) * max_row_tiles
         if clusters:
             return 2 * min(ceil_div(tiles, 2), limits.multiprocessors // 2)
@@ -111,7 +111,7 @@ class GemmConfig:
 
 @functools.lru_cache(maxsize=256)
 def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmConfig:
-    """The grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
+    """Chooses the grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
 
     split: a gated up projection, half of whose tile is gate. `square_gemm` has other tiles.
     """
@@ -156,7 +156,7 @@ def _why_stages(stages: int, limits: DeviceLimits) -> str:
 
 
 def square_gemm(pairs: bool) -> GemmConfig:
-    """Hopper's kernel with square tiles. pairs: an up projection whose gate and up columns alternate."""
+    """Returns Hopper's kernel with square tiles. pairs: an up projection whose gate and up columns alternate."""
     constants = square_product_constants("ActivatePairs" if pairs else "StoreRows")
     shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + constants["TILE_BYTES"] + SQUARE_SPARE_BYTES
     columns, threads = constants["TILE_COLUMNS"], constants["THREADS"]
@@ -164,9 +164,9 @@ def square_gemm(pairs: bool) -> GemmConfig:
 
 
 def square_product(widths: tuple[int, ...], num_slots: int, num_experts: int) -> tuple[bool, str]:
-    """Whether Hopper's tiles of a product that is no gradient of a weight are square.
+    """Decides whether Hopper's tiles of a product that is no gradient of a weight are square.
 
-    widths: of its column panels, or of the one matrix that it is, in columns of the weight. Tiles are square where
+    widths: its column panels, or the one matrix that it is, in columns of the weight. Tiles are square where
     they compute fewer columns and experts have eight row tiles on average: a last tile that is not full costs nearly as
     much as a full one. Figures: docs/decisions/018.
     """
@@ -181,7 +181,7 @@ def square_product(widths: tuple[int, ...], num_slots: int, num_experts: int) ->
 
 
 def lora_in_spare(entry: str, ranks: int, square: bool, has_bias: bool) -> tuple[bool, str]:
-    """Whether a low-rank factor of Hopper's products lies in the spare bytes, and takes no stage of its own.
+    """Decides whether a low-rank factor of Hopper's products lies in the spare bytes, without a stage of its own.
 
     A stage costs as much as one that is full, as it is not computed but loaded for that long.
     """
@@ -195,13 +195,13 @@ def lora_in_spare(entry: str, ranks: int, square: bool, has_bias: bool) -> tuple
 
 
 def tile_columns(tier: str, split: bool) -> int:
-    """Columns of the result in a tile; a gated up projection's (`split`) has as many of gate beside as many of up."""
+    """Returns the columns of the result in a tile; with `split`, a gated up projection, as many of gate and of up."""
     columns = PANEL_COLUMNS if tier == "sm90" else TILE_COLUMNS
     return columns // 2 if split else columns
 
 
 def gemm_stages(limits: DeviceLimits) -> int:
-    """Pipeline depth of the portable GEMMs.
+    """Returns the pipeline depth of the portable GEMMs.
 
     Two CTAs per multiprocessor hide each other's epilogue, so depth yields to the second CTA: 3
     stages where 2 CTAs of 96 KiB fit (sm_90, sm_100), 2 on sm_80's 164 KiB, and 3 with one CTA where
@@ -218,7 +218,7 @@ def gemm_stages(limits: DeviceLimits) -> int:
 def dynamic_schedule(
     entry: str, column_tiles: int, depth: int, num_slots: int, num_experts: int, limits: DeviceLimits
 ) -> tuple[bool, str]:
-    """Whether CTAs of up_fwd and down_bwd on Hopper take their tiles from a counter, in place of every n-th tile.
+    """Decides whether CTAs of up_fwd and down_bwd on Hopper take tiles from a counter, in place of every n-th tile.
 
     depth: what an element of the result sums over.
     With the static schedule CTAs drift apart by whole tiles, and the L2 cache loses what others have read before they
@@ -244,15 +244,15 @@ def dynamic_schedule(
 def uses_clusters(
     gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int, fp8: bool = False
 ) -> tuple[bool, str]:
-    """Whether a product on Hopper runs in 2-CTA clusters, where each CTA fetches half of the weight's tile for both.
+    """Decides whether a product on Hopper runs in 2-CTA clusters.
 
-    depth: what an element of the result sums over. gathers: up_fwd and down_bwd. TMA multicast takes a third off what
-    the L2 cache gives, and with it some of the power that limits long products. But a CTA then waits for the consumers
-    of the other CTA too, at every k-step. So clusters pay where the sum is long and experts have two row tiles or more.
-    Of the products that are summed over slots only those of experts with few rows gain, whose weights are most of what
-    is read. There an odd number of column tiles would give half of the clusters tiles of different columns, as row
-    tiles come in twos. Figures: docs/decisions/004. Products of e4m3 need what the L2 cache gives in half the time, and
-    gain wherever an expert has two row tiles.
+    Each CTA then fetches half of the weight's tile for both. depth: what an element of the result sums over. gathers:
+    True for up_fwd and down_bwd. TMA multicast takes a third off what the L2 cache gives, and with it some of the power
+    that limits long products. But a CTA then waits for the consumers of the other CTA too, at every k-step. So clusters
+    pay where the sum is long and experts have two row tiles or more. Of the products that are summed over slots only
+    those of experts with few rows gain, whose weights are most of what is read. There an odd number of column tiles
+    would give half of the clusters tiles of different columns, as row tiles come in twos. Figures: docs/decisions/004.
+    Products of e4m3 need what the L2 cache gives in half the time, and gain wherever an expert has two row tiles.
     """
     rows, none = num_slots // num_experts, "no 2-CTA clusters: "
     if not fp8 and depth < CLUSTER_DEPTH:
@@ -274,7 +274,7 @@ def uses_clusters(
 
 
 def square_wgrad(rows: int, columns: int) -> tuple[bool, str]:
-    """Whether Hopper's tiles of a weight gradient, (rows, columns) in memory, are square where they can be.
+    """Decides whether Hopper's tiles of a weight gradient, (rows, columns) in memory, are square where they can be.
 
     They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256.
     """
@@ -285,7 +285,7 @@ def square_wgrad(rows: int, columns: int) -> tuple[bool, str]:
 
 
 def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> GemmConfig:
-    """The kernel of a weight gradient, in square tiles if it is Hopper's; as of `gemm`."""
+    """Chooses the kernel of a weight gradient as `gemm` does, in square tiles if it is Hopper's and `square` is set."""
     config = gemm(dtype, aligned, False, limits)
     if config.tier == "sm80":
         return config
@@ -298,25 +298,25 @@ def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> Gemm
 
 
 def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool = False) -> int:
-    """The number of tiles of Hopper's weight gradients: one gradient per expert and half, (rows, columns) in memory."""
+    """Returns the number of tiles of Hopper's weight gradients: one per expert and half, (rows, columns) in memory."""
     height, width = (SQUARE_TILE, SQUARE_TILE) if square else (TILE_ROWS, PANEL_COLUMNS)
     return gradients * ceil_div(rows, height) * ceil_div(columns, width)
 
 
 @functools.lru_cache(maxsize=1024)
 def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> tuple[int, str]:
-    """Into how many splits a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
+    """Decides into how many splits a weight gradient on Hopper divides each expert's rows.
 
-    A tile takes one CTA. So fewer tiles than multiprocessors leave some idle, and so do a few more. Splits fill them.
-    But each split ends with a tile of float32 sums, 128 KiB, to be written and read again, and adding them is one more
-    launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB on an
-    H200. Figures: docs/decisions/008.
+    It is 1 but for few tiles of many rows. A tile takes one CTA. So fewer tiles than multiprocessors leave some idle,
+    and so do a few more. Splits fill them. But each split ends with a tile of float32 sums, 128 KiB, to be written and
+    read again, and adding them is one more launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds
+    the memory of the sums: 66 MiB on an H200. Figures: docs/decisions/008.
     """
     steps = ceil_div(num_slots // num_experts, STEP_ROWS)
     full_waves = (waves * limits.multiprocessors // tiles for waves in range(1, MAX_WAVES + 1))
     candidates = {1, *(min(splits, steps) for splits in full_waves if splits > 1)} - {0}
 
-    def time(splits: int) -> int:  # in rows of a tile
+    def time(splits: int) -> int:  # counts rows of a tile
         rows_per_split = ceil_div(steps, splits) * STEP_ROWS + (SPLIT_ROWS if splits > 1 else 0)
         addition = ADDITION_ROWS + ADDITION_ROWS_PER_SPLIT * splits if splits > 1 else 0
         return ceil_div(tiles * splits, limits.multiprocessors) * rows_per_split + addition
@@ -337,7 +337,7 @@ def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
 
 @functools.lru_cache(maxsize=256)
 def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[tuple[int, int], ...], str]:
-    """(first column, width) of each panel of a product that is summed over slots.
+    """Returns (first column, width) of each panel of a product that is summed over slots.
 
     On Hopper the left operand comes from memory once per panel, so that wide panels are faster. Up to 512 columns are
     one panel, as are few rows, for which the last wave of a launch's CTAs counts. Others are two or more panels, of
@@ -360,7 +360,7 @@ def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[tuple[int, in
 
 
 def rows_go_to_tokens(k: int | None, tier: str) -> bool:
-    """Whether a product needs no panel (TO_TOKENS): with one slot per token a row is the token's sum.
+    """Returns True if a product needs no panel (TO_TOKENS): with one slot per token a row is the token's sum.
 
     k is None where tokens have any number of slots.
     """
@@ -368,8 +368,9 @@ def rows_go_to_tokens(k: int | None, tier: str) -> bool:
 
 
 def panel_takes_left_operands_rows(columns: int, spare_columns: int, tier: str) -> bool:
-    """Whether the panel may lie in the left operand's rows (IN_PLACE), with `spare_columns` if they may be overwritten.
+    """Returns True if the panel may lie in the left operand's rows (IN_PLACE).
 
-    A tile of all columns is the last reader of its rows.
+    spare_columns: columns of these rows if they may be overwritten, else 0. A tile of all columns is the last reader
+    of its rows.
     """
     return tier == "sm90" and columns <= min(PANEL_COLUMNS, spare_columns)

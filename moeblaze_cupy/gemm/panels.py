@@ -1,5 +1,6 @@
-"""Products of the experts summed over the k slots of each token, through panels of columns:
-kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
+"""Launches products of the experts summed over the k slots of each token, through panels of columns.
+
+The kernels kernels_cu/grouped_gemm_*.cu and aggregation.cu run in turn.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,12 @@ class Panels:
 
     @property
     def lora(self) -> PlacedFactor | None:
-        """The low-rank factor beside the weight, which all products read alike."""
+        """Returns the low-rank factor beside the weight, which all products read alike."""
         return self.products[0].lora
 
     @property
     def square(self) -> bool:
-        """Whether the products have square tiles, and take the lists of `square_tiles.listed`."""
+        """Returns True if the products have square tiles, and take the lists of `square_tiles.listed`."""
         return self.products[0].square
 
 
@@ -47,12 +48,13 @@ def configure(
     source: Source | None = None,
     place: push.PeerOffset | None = None,
 ) -> Panels:
-    """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
+    """Configures down_fwd, or up_bwd; the result is (L, d).
 
-    product: of all d columns. Its bias is added to each slot's row. up_bwd has one segment where gate and up columns
-    are interleaved. overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that
-    scale the rows. source: the rows that identity experts add, where there are such experts. place: where the results
-    of several GPUs' tokens go; there are no identity experts then.
+    down_fwd is the sum over slots of weights * row of product w2, up_bwd that of rows of first_layer_grad w1^T.
+    product: the one of all d columns. Its bias is added to each slot's row. up_bwd has one segment where gate and up
+    columns are interleaved. overwrites: the left operand may be used as scratch. weights_dtype: that of the router
+    weights that scale the rows. source: the rows that identity experts add, where there are such experts. place: where
+    the results of several GPUs' tokens go; there are no identity experts then.
     """
     index, a, d = product.lists, product.a, product.N
     tier = grouped_gemm.config_of(product, limits)[0].tier

@@ -36,11 +36,11 @@ class Weight(Parameter):
     expert_stride: int
     ld: int
     transposed: bool
-    misalignment: int  # of the halves' starts; 0 if both are aligned
+    misalignment: int  # that of the halves' starts; 0 if both are aligned
 
     @classmethod
     def of(cls, layouts: tuple[Layout, ...], half_columns: int | None = None) -> "Weight":
-        """`half_columns`: h, if this is the one (E, d, 2h) array of a gated layer."""
+        """Returns the layout. half_columns: h, if this is the only array (E, d, 2h) of a gated layer."""
         first = layouts[0]
         transposed = checks.weight_order("weight", "strides", Array(None, 0, *first[:4]))
         up_offset = 0
@@ -55,11 +55,11 @@ class Weight(Parameter):
         return self.layouts[0].shape[0]
 
     def is_k_contiguous(self, entry: str) -> bool:
-        """Whether the dimension that a step sums over is contiguous: rows in forward, columns in backward."""
+        """Returns True if the dimension that a step sums over is contiguous: rows in forward, columns in backward."""
         return self.transposed == entry.endswith("_fwd")
 
     def gradient_layouts(self) -> tuple[Layout, ...]:
-        """The layouts of new arrays for the gradient: packed, in the shapes and the memory order of the weight."""
+        """Returns the layouts of new arrays for the gradient: packed, in the shapes and memory order of the weight."""
         layouts = []
         for E, rows, columns in (layout.shape for layout in self.layouts):
             strides = (rows * columns, 1, rows) if self.transposed else (rows * columns, columns, 1)
@@ -81,15 +81,15 @@ class Operand:
 
     @property
     def result_dtype(self) -> str:
-        """The dtype of a product with this operand."""
+        """Returns the dtype of a product with this operand."""
         return "bfloat16" if self.is_fp8 else self.dtype
 
 
 class Factor(NamedTuple):
     """A low-rank factor beside a product's weight. The rows that it multiplies are (R, ranks), in expert order.
 
-    ranks: a multiple of 16. columns: of the product, those of gate and up together. half: of gate, where those of up
-    follow in b1; else 0.
+    ranks: a multiple of 16. columns: those of the product, gate and up together. half: the columns of gate, where
+    those of up follow in b1; else 0.
     """
 
     ranks: int
@@ -98,10 +98,10 @@ class Factor(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a step multiplies: N columns of the result are sums over K, per segment, of rows of `a` and the weight.
+    """The operands of a step: N columns of the result are sums over K, per segment, of rows of `a` and the weight.
 
     interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products. lora:
-    beside the weight.
+    the factor beside the weight.
     """
 
     entry: str
@@ -147,13 +147,13 @@ class PlacedFactor(NamedTuple):
         return E, rows, columns
 
     def sizes(self, tier: str) -> dict[str, int]:
-        """What the launch is told."""
+        """Returns the sizes that the launch is given."""
         if tier == "sm80":
             return {"lora_stride": self.weight.expert_stride, "lora_ld": self.weight.ld, "ranks": self.ranks}
         return {} if self.in_spare else {"lora_steps": launch_config.ceil_div(self.ranks, launch_config.STEP_ROWS)}
 
     def maps(self, entry: str, columns: int, slots: int, box_rows: int, box_columns: int) -> dict[str, TensorMap]:
-        """Of the rows, unless the kernel loads them itself, and of the factor's halves."""
+        """Returns the tensor maps of the rows, unless the kernel loads them itself, and of the factor's halves."""
         of_factor = _weight_map(self.weight, entry, columns, self.ranks, box_columns)
         if self.in_spare:
             return dict.fromkeys(("lora0", "lora1"), of_factor._replace(box=(64, self.ranks, 1)))
@@ -162,12 +162,12 @@ class PlacedFactor(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the rows of a product go.
+    """The destination of the rows of a product.
 
-    ld: elements between the rows of `result`. first_column: of the weight, which is the first of these rows.
+    ld: elements between the rows of `result`. first_column: the column of the weight that is the first of these rows.
     panels: the widths of all column panels, of which this product is one; they have tiles of one kind. why: sentences
     for `Launch.why`. to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of
-    `weights_dtype` if that is given. place: of rows that go to the tokens of several GPUs.
+    `weights_dtype` if that is given. place: that of rows that go to the tokens of several GPUs.
     """
 
     ld: int = 0
@@ -179,7 +179,7 @@ class Rows(NamedTuple):
     place: push.PeerOffset | None = None
 
 
-NO_ROWS = Rows()  # of a step that writes no `result`
+NO_ROWS = Rows()  # for a step that writes no `result`
 
 
 class GemmExtras(NamedTuple):
@@ -187,8 +187,9 @@ class GemmExtras(NamedTuple):
 
     a_scales: float32, (L,) of gathered rows, else (groups, R) of each row and 128 columns of each half of the left
     operand. b_scales: (E, halves) float32. quantised: e4m3 of up_fwd's (R, h) y_swi or down_bwd's (R, halves * h)
-    first_layer_grad. quantised_scales: (groups, R) float32, of each row and 128 columns of each half. peers, needed: of
-    `push.Addresses`. lora_rows: (R, ranks), which the factor multiplies. lora0, lora1: where its gate and up begin.
+    first_layer_grad. quantised_scales: (groups, R) float32, of each row and 128 columns of each half. peers, needed:
+    those of `push.Addresses`. lora_rows: (R, ranks), which the factor multiplies. lora0, lora1: where its gate and up
+    begin.
     """
 
     a_scales: int = 0
@@ -237,12 +238,12 @@ class Gemm:
 
 
 def is_aligned(misalignments: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """16-byte accesses need aligned addresses, and sizes and strides of whole 8-element groups."""
+    """Returns True for aligned addresses, and sizes and strides of whole 8-element groups, as 16-byte accesses need."""
     return not any(misalignments) and math.gcd(8, *sizes) == 8
 
 
 def config_of(product: Product, limits: DeviceLimits) -> tuple[gemm_config.GemmConfig, bool]:
-    """The kernel's geometry, and whether 16-byte accesses are possible."""
+    """Returns the kernel's geometry, and whether 16-byte accesses are possible."""
     a, weight, bias = product.a, product.weight, product.bias
     sizes = (product.N, product.K, a.ld, weight.ld, weight.expert_stride, bias.stride if bias else 0)
     starts = a.misalignment, weight.misalignment, bias.misalignment if bias else 0
@@ -261,7 +262,7 @@ def _variant(
     activation: str | Activation,
     **options: Any,
 ) -> loader.Variant:
-    """The kernel of a step; `options` as of `gemm_variants.gemm_variant`."""
+    """Returns the kernel of a step; `options` are those of `gemm_variants.gemm_variant`."""
     return gemm_variants.gemm_variant(
         entry,
         dtype=dtype,
@@ -275,15 +276,15 @@ def _variant(
 
 
 def _rows_map(operand: Operand, rows: int, box_rows: int) -> TensorMap:
-    """A row-major (rows, columns) array as (columns, rows, 1), boxes of 128 bytes of columns."""
+    """Describes a row-major (rows, columns) array as (columns, rows, 1), in boxes of 128 bytes of columns."""
     ld, columns = operand.ld, launch_config.STEP_BYTES // ITEMSIZE[operand.dtype]
     return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (columns, box_rows, 1))
 
 
 def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int) -> TensorMap:
-    """n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E.
+    """Describes n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E.
 
-    box_columns: of a box where k is contiguous.
+    box_columns: the columns of a box where k is contiguous.
     """
     k_box = launch_config.STEP_BYTES // ITEMSIZE[weight.dtype]
     shape, box = ((k, n), (k_box, box_columns, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
@@ -291,7 +292,7 @@ def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int) ->
 
 
 def _column_offset(weight: Weight, entry: str, column: int) -> int:
-    """Bytes from a half of the weight to this column of the product."""
+    """Returns the bytes from a half of the weight to this column of the product."""
     return column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
 
 
@@ -305,11 +306,11 @@ def configure(
     weights_on_input: bool = False,
     fp8_saved: bool = False,
 ) -> Gemm:
-    """The launch of one step.
+    """Configures the launch of one step.
 
-    stored_y_swi: down_bwd reads it. further_parts: of the partial sums, for others to write; None for no partial sums.
-    weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. fp8_saved: Hopper's kernel keeps or
-    reads the first layer in e4m3; the portable one leaves that to `fp8.saved`.
+    stored_y_swi: down_bwd reads it. further_parts: parts of the partial sums that others write; None for no partial
+    sums. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. fp8_saved: Hopper's kernel
+    keeps or reads the first layer in e4m3; the portable one leaves that to `fp8.saved`.
     """
     entry, index, a, weight, N, K, activation, interleaved, bias, lora = product
     to_tokens, place = rows.to_tokens, rows.place
@@ -344,7 +345,7 @@ def configure(
             gemm_variants.gathers(entry),
             gemm_variants.k_segments(entry, is_gated(activation), interleaved),
         )
-        depth = segments * K // (2 if a.is_fp8 else 1)  # of as many k-steps
+        depth = segments * K // (2 if a.is_fp8 else 1)  # the depth of as many k-steps
         rule = column_tiles, depth, slots, index.num_experts
         if square:
             of_clusters = "no 2-CTA clusters: square tiles have none"
@@ -406,11 +407,11 @@ def gemm(
     bias: tuple[int, int] = (0, 0),
     extras: GemmExtras = PLAIN,
 ) -> Buffer | None:
-    """One launch on addresses; 0 stands for what is not read or written.
+    """Launches the step on addresses; 0 stands for what is not read or written.
 
-    lists: of the index lists, and those of `square_tiles.listed` if the step has square tiles. halves, bias: where the
-    weight's and the bias's gate and up begin. weights: of each row (down_bwd, and up_fwd if they scale a and b), or of
-    each token if rows go to tokens.
+    lists: the index lists, and those of `square_tiles.listed` if the step has square tiles. halves, bias: where the
+    weight's and the bias's gate and up begin. weights: one for each row (down_bwd, and up_fwd if they scale a and b),
+    or for each token if rows go to tokens.
     Returns the partial sums of down_bwd (parts, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
@@ -447,7 +448,7 @@ class Wgrad:
 
     product: Launch
     swapped: bool  # the gradient is stored transposed: its columns come first
-    routed_is_q: bool  # of the two operands p and q, which one is not gathered
+    routed_is_q: bool  # the operand that is not gathered is q, not p
     sums: tuple[int, int, int, int] | None  # shape of the splits' float32 sums: E * splits, halves, M, N
     add: Launch | None
 
@@ -476,12 +477,12 @@ def configure_wgrad(
     num_experts: int | None = None,
     summed: Summed | None = None,
 ) -> Wgrad:
-    """The gradient of each half, sums over each expert's rows; zeros for experts without any.
+    """Configures the gradient of each half: sums over each expert's rows, zeros for experts without any.
 
     `rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half in elements.
     `accumulate` adds to what the gradient holds, in the operands' dtype or float32; experts without rows are then left
     alone. On Hopper few large experts take split-K: float32 sums over parts of their rows, and a launch that adds them.
-    num_experts: of those that the lists are of, if these are of one rank's experts. summed: with parts of other ranks,
+    num_experts: the number that the lists are of, if these are one rank's experts. summed: with parts of other ranks,
     on Hopper; the gradient is in the operands' dtype, in which the parts are, or in float32.
     """
     _, M, N = gradient.layouts[0].shape
@@ -558,7 +559,7 @@ def wgrad(
     gradient: tuple[int, int],
     others: int = 0,
 ) -> None:
-    """`rows`, `columns`: addresses of these operands; `gradient`: where the result's gate and up begin.
+    """Launches the step. rows, columns: addresses of the operands. gradient: where the result's gate and up begin.
 
     others: where the other ranks' parts of the gradient begin, if it is summed with them.
     """

@@ -9,7 +9,7 @@ ROW_TILES = LISTS.index("row_tiles")
 
 
 def configure(index: IndexLayout) -> Launch:
-    """One launch of a pass, whose products in square tiles share the list."""
+    """Configures the one launch of a pass; its products in square tiles share the list."""
     return Launch(
         loader.entry("square_tiles.cu", "square_tiles"),
         (1,),
@@ -21,7 +21,7 @@ def configure(index: IndexLayout) -> Launch:
 
 
 def listed(run: Runtime, launch: Launch | None, index: IndexLayout, lists: Lists) -> tuple[Lists, Buffer | None]:
-    """The lists with these row tiles in place of dispatch's, and their memory; without `launch` as they are."""
+    """Returns the lists with these row tiles in place of dispatch's, and their memory; without `launch` as they are."""
     if launch is None:
         return lists, None
     made = run.empty((index.max_square_tiles + 1, 2), "int32")

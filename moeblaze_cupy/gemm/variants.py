@@ -1,4 +1,4 @@
-"""Which variant of its kernel a product of the layer is: the JIT constants of each step."""
+"""Chooses the variant of its kernel that a product of the layer is: the JIT constants of each step."""
 
 import functools
 
@@ -11,12 +11,12 @@ EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BW
 
 
 def gathers(entry: str) -> bool:
-    """Whether a grouped GEMM's left operand is read through expert_token_indices."""
+    """Returns True if a grouped GEMM's left operand is read through expert_token_indices."""
     return EPILOGUES[entry] != "STORE"
 
 
 def k_segments(entry: str, gated: bool, interleaved: bool = False) -> int:
-    """Into how many segments a grouped GEMM divides what it sums over.
+    """Returns into how many segments a grouped GEMM divides what it sums over.
 
     up_bwd of a gated layer sums over gate's columns, then over up's. Interleaved columns are one segment.
     """
@@ -24,7 +24,7 @@ def k_segments(entry: str, gated: bool, interleaved: bool = False) -> int:
 
 
 def is_split(entry: str, gated: bool) -> bool:
-    """Whether half of a grouped GEMM's tile is gate and half is up, side by side or interleaved."""
+    """Returns True if half of a grouped GEMM's tile is gate and half is up, side by side or interleaved."""
     return entry == "up_fwd" and gated
 
 
@@ -55,22 +55,23 @@ def gemm_variant(
     lora: bool = False,
     lora_in_spare: bool = False,
 ) -> Variant:
-    """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
+    """Returns the variant of one step's grouped GEMM or weight gradient.
 
-    stored_y_swi: down_bwd reads the y_swi of forward. clusters: 2-CTA clusters with TMA multicast of the weight, on
-    Hopper. to_tokens: rows of Hopper's down_fwd and up_bwd go to their tokens, where k = 1, and never in clusters.
+    transposed: the weight is stored (E, columns, rows). stored_y_swi: down_bwd reads the y_swi of forward.
+    clusters: 2-CTA clusters with TMA multicast of the weight, on Hopper.
+    to_tokens: rows of Hopper's down_fwd and up_bwd go to their tokens, where k = 1, and never in clusters.
     accumulate: the dtype of the buffer that a weight gradient is added to, if it is. split_k: a weight gradient of
     Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later. interleaved: gate and
     up columns alternate in w1 and in the first layer. bias: the dtype of what a product in forward adds, if it does.
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
     fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
     fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
-    square: Hopper's tiles are square. Without effect on weight gradients that are accumulated or take split-K, on
+    square: Hopper's tiles are square. It has no effect on weight gradients that are accumulated or take split-K, on
     down_bwd, on up_fwd but for interleaved columns, with fp8, fp8_saved or clusters, and where rows go to tokens.
     pushes: rows that go to tokens go to the memory of the GPUs that have these.
     summed: the dtype of the sum of this GPU's weight gradient and those of others, on Hopper.
-    lora: a grouped GEMM adds a low-rank factor's products. lora_in_spare: of 16 ranks, which lie in the spare bytes of
-    Hopper's kernel.
+    lora: a grouped GEMM adds a low-rank factor's products. lora_in_spare: the factor has 16 ranks, which lie in the
+    spare bytes of Hopper's kernel.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -137,6 +138,6 @@ def gemm_variant(
 
 @functools.cache
 def bias_variant(dtype: str, aligned: bool, bias: str, out: str) -> Variant:
-    """The gradient of a bias. dtype: of the rows that are summed. bias: of the bias itself. out: of the gradient."""
+    """Returns the variant of a bias's gradient. dtype: that of the summed rows; bias, out: of bias and gradient."""
     types = {"ELEMENT": ELEMENTS[dtype], "BIAS": ELEMENTS[bias], "OUT": ELEMENTS[out]}
     return variant_of("bias_bwd.cu", "bias_bwd", {"ENTRY": "bias_bwd", **types, "ALIGNED": int(aligned)})

@@ -39,23 +39,23 @@ from moeblaze_cupy.types import (
 
 
 class LayerExtras(NamedTuple):
-    """What few calls of the layer have beside its arrays and options."""
+    """Values that few calls of the layer have beside its arrays and options."""
 
-    into: Any = None  #: what out is to be on CUDA: of its shape, dtype and kind, aligned; or a `Destination`
-    wait: Callable[[], None] | None = None  #: has the stream wait for rows of x, which travel beside dispatch
+    into: Any = None  #: array that out is to be on CUDA, of its shape, dtype and kind, aligned; or a `Destination`
+    wait: Callable[[], None] | None = None  #: makes the stream wait for rows of x, which travel beside dispatch
     fp8_weights: Fp8Weights | None = None
-    x_scales: Any = None  #: of x, where it is the values of `Fp8Rows`
-    decode: Callable[[Runtime, int], None] | None = None  #: as of `experts.moe_forward`, where that fills w1 or w2
+    x_scales: Any = None  #: scales of x, where it is the values of `Fp8Rows`
+    decode: Callable[[Runtime, int], None] | None = None  #: the one of `PassExtras`, where it fills w1 or w2
     lora: Lora | None = None
 
     @property
     def destination(self) -> Destination | None:
-        """Where results of several GPUs' tokens go, rows of d columns, a multiple of 8; out is then None on CUDA."""
+        """Returns where results of several GPUs' tokens go, rows of d columns, d % 8 == 0; out is then None on CUDA."""
         return self.into if isinstance(self.into, Destination) else None
 
 
 def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
-    """The same, with every array passed through `convert`."""
+    """Returns the same, with every array passed through `convert`."""
 
     def each(value: Any) -> Any:
         return None if value is None else convert(value)
@@ -90,7 +90,7 @@ def map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
 def build_dispatch(
     ids: Any, num_experts: int, token_offsets: Any = None, *, max_slots: int | None = None
 ) -> DispatchIndices:
-    """The paper's index lists (section 4.1), built in its three steps (section 4.2).
+    """Builds the paper's index lists (section 4.1) in its three steps (section 4.2).
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
     twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
@@ -119,7 +119,7 @@ def build_dispatch(
             offsets_on_host = None if offsets is None else call.host("token_offsets")
             on_host = reference.dispatch(call.host("ids"), num_experts, offsets_on_host, max_slots)
             index = map_index(on_host, call.export)
-            # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
+            # The caller's own array, as the view of it may be read-only, and DLPack copies such arrays.
             return index if index.ids_copied or call.export is keep else dataclasses.replace(index, ids=ids)
         num_tokens = None if offsets is None else offsets.size - 1
         layout = call.described["ids"].layout
@@ -155,7 +155,7 @@ def moe_forward(
     fp8_weights: Fp8Weights | None = None,
     lora: Lora | None = None,
 ) -> tuple[Any, Any]:
-    """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
+    """Computes out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
     x: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. ids: (L, k) int32 or int64, see
     `build_dispatch`. weights: (L, k) float32 or x's dtype.
@@ -170,7 +170,7 @@ def moe_forward(
     gate_up: "interleaved" if the columns of w1, and of b1, are gate 0, up 0, gate 1, up 1, ...; else "halves".
     save: "minimal" keeps a, b; "paper" also V(a) * M(b) (Algorithm 1); "recompute" only x; None nothing. "fp8" keeps
     a, b in e4m3 with a float32 scale for each row and 128 columns of either, whatever x's dtype: 0.52 of bf16's bytes.
-    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each, as of `build_dispatch`; ids and
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each, see `build_dispatch`; ids and
     weights are then (P,).
     weights_on: "output" as above, or "input" for experts of weight * x, as in Llama 4; x is not copied for it. Not with
     b1. b2 is not weighted then.
@@ -207,14 +207,14 @@ def moe_forward(
 
 
 def values_and_scales(rows: Any) -> tuple[Any, Any]:
-    """Of `Fp8Rows`; of other rows these and None."""
+    """Returns the values and scales of `Fp8Rows`, or other rows and None."""
     return rows if isinstance(rows, Fp8Rows) else (rows, None)
 
 
 def forward(
     layer: LayerArrays, options: LayerOptions, extras: LayerExtras | None = None, function: str = "moe_forward"
 ) -> tuple[Any, SavedForBackward | None]:
-    """`moe_forward` of arrays and options that are not checked yet.
+    """Runs `moe_forward` on arrays and options that are not checked yet.
 
     extras: None for a plain call. function: what the caller's user called, the head of messages.
     """
@@ -253,7 +253,7 @@ def forward(
 def _forward_of_frozen(
     frozen: dict[str, QuantizedWeight], layer: LayerArrays, options: LayerOptions, extras: LayerExtras, function: str
 ) -> tuple[Any, SavedForBackward | None]:
-    """`forward` of a layer with these weights in four or eight bits: it reads arrays that they are decoded to."""
+    """Runs `forward` with these weights in four or eight bits: it reads arrays that they are decoded to."""
     if options.precision is not None:
         raise checks.bad_value(function, "precision", "None with QuantizedWeight", repr(options.precision))
     if layer.w1_up is not None:
@@ -268,9 +268,9 @@ def _forward_of_frozen(
 
 
 def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) -> tuple[Any, SavedForBackward | None]:
-    """look: of `LayerArrays`; with extras then of the arrays of `Fp8Weights`, of x's scales and of low-rank factors.
+    """Launches the forward of a record and exports its results.
 
-    There are none of `Fp8Weights` or factors that are not given.
+    look: has `LayerArrays`, and with extras the arrays of `Fp8Weights` if given, x's scales, and factors if given.
     """
     plan: experts.Forward = record.plan
     run = Runtime.current(record.framework, record.device)
@@ -286,7 +286,7 @@ def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) 
             pointers, given = pointers[:end], given[:end]
         if fp8_weights is not None:
             weights_fp8 = fp8.Addresses(*pointers[_LAYER:-1])
-            if look.export is not keep:  # what it was imported to, as of the other arrays
+            if look.export is not keep:  # the array it was imported to, as for the other arrays
                 imported = dict(zip(fp8_checks.FIELDS, given[_LAYER:-1], strict=True))
                 fp8_weights = Fp8Weights(**imported, gate_up=fp8_weights.gate_up)
         of_pass = pass_extras(record.framework, extras.into, extras.wait, weights_fp8, pointers[-1])
@@ -313,7 +313,7 @@ def pass_extras(
     x_scales: int,
     grad_scales: int = 0,
 ) -> PassExtras:
-    """into: as of `LayerExtras`."""
+    """Returns the extras of a pass. into: that of `LayerExtras`."""
     if isinstance(into, Destination):
         return PassExtras(None, wait, weights_fp8, x_scales, grad_scales, into.addresses(framework))
     out = None if into is None else Buffer(into, framework.describe(into).ptr)
@@ -321,13 +321,13 @@ def pass_extras(
 
 
 _LAYER = len(LayerArrays._fields)
-NAMES_EXPERTS = ("moe_forward", "moe")  # whose ids name experts that the call has; those of ranks name others, too
+NAMES_EXPERTS = ("moe_forward", "moe")  # their ids name experts that the call has; those of ranks name others, too
 
 
 def _checked_forward(
     function: str, layer: LayerArrays, options: LayerOptions, extras: LayerExtras, fp8_arrays: tuple[Any, ...]
 ) -> tuple[Call, LayerOptions, list[Any]]:
-    """The call, its options as launches have them, and its arrays in the order of `forward`; raises what checks do."""
+    """Returns the call, its options as launches have them, and its arrays in `forward`'s order; raises as checks do."""
     names = layer.arguments()
     required = names[0], names[1], names[3], names[5]
     named = {n: array for n, array in zip(names, layer, strict=True) if array is not None or n in required}
@@ -340,7 +340,7 @@ def _checked_forward(
     call = Call(function, **named)
     options = checks.layer_options(function, options, layer.router_weights is not None, layer.b1_gate is not None)
     in_e4m3 = call.described["x"]
-    if extras.x_scales is not None:  # the checks are of what the rows stand for
+    if extras.x_scales is not None:  # the checks see what the rows stand for
         call.described["x"] = dataclasses.replace(in_e4m3, dtype=call.described["w2"].dtype)
     d = LayerArrays(*map(call.described.get, names))
     checks.layer(function, d, options)
@@ -368,7 +368,7 @@ def _checked_forward(
 
 
 def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
-    """The array and None, or the pair (gate, up)."""
+    """Returns the array and None, or the pair (gate, up)."""
     if not isinstance(weight, (tuple, list)) or isinstance(weight, QuantizedWeight):
         return weight, None
     for part, array in named_pair(function, name, weight).items():

@@ -46,12 +46,12 @@ from moeblaze_cupy.types import (
     is_consumed,
 )
 
-Accumulated = tuple[tuple[str, tuple[Layout, ...]], ...]  # by name, the buffers that gradients are added to
+Accumulated = tuple[tuple[str, tuple[Layout, ...]], ...]  # the buffers that gradients are added to, by name
 
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """What a backward launches and allocates. Launches are None where they are not needed, or without tokens."""
+    """The launches and buffers of a backward. Launches are None where they are not needed, or without tokens."""
 
     how: BackwardOptions  # without "weights" among the needs where the layer has none
     index: IndexLayout
@@ -68,18 +68,18 @@ class Backward:
     first_layer: Shape | None  # computed again, or from e4m3 in memory of its own
     first_layer_grad: Shape | None  # new memory; None if it takes the first layer's place
     weighted_y_swi: Shape | None  # new memory; None if it takes y_swi's place, or is not needed
-    consumes: bool  # what was saved is overwritten
+    consumes: bool  # the saved arrays are overwritten
     reads_y_swi: bool  # it is the operand of w2's gradient as it was saved
     stored_y_swi: bool  # down_bwd reads it
     scales_slots: bool  # the sum over slots takes the router weights, for identity experts
     weights_on_output: bool  # there are any, and they scale the rows of grad_out
-    in_e4m3: fp8.Pass | None  # where up_fwd, down_bwd and up_bwd are in e4m3
-    x_in_e4m3: fp8.Pass | None  # where up_fwd runs again in e4m3, of x
-    further_parts: int = 0  # of the partial sums, which down_bias_bwd writes
+    in_e4m3: fp8.Pass | None  # set where up_fwd, down_bwd and up_bwd are in e4m3
+    x_in_e4m3: fp8.Pass | None  # set where up_fwd runs again in e4m3, of x
+    further_parts: int = 0  # parts of the partial sums that down_bias_bwd writes
     up_fwd: Gemm | None = None
-    dequantize_saved: Launch | None = None  # where down_bwd cannot read e4m3
+    dequantize_saved: Launch | None = None  # runs where down_bwd cannot read e4m3
     weights_by_row: Launch | None = None
-    slots_by_row: Launch | None = None  # where grad_out has a row per slot
+    slots_by_row: Launch | None = None  # runs where grad_out has a row per slot
     down_bwd: Gemm | None = None
     weights_bwd: Launch | None = None
     identity_weights: Launch | None = None
@@ -88,14 +88,14 @@ class Backward:
     up_bwd: Panels | None = None
     up_wgrad: Wgrad | None = None
     up_bias_bwd: BiasBwd | None = None
-    square_tiles: Launch | None = None  # where a product has square tiles
-    lora1: lora.Backward | None = None  # where w1 has low-rank factors
+    square_tiles: Launch | None = None  # runs where a product has square tiles
+    lora1: lora.Backward | None = None  # set where w1 has low-rank factors
     lora2: lora.Backward | None = None
-    lora1_again: lora.Forward | None = None  # where the first layer is computed again
+    lora1_again: lora.Forward | None = None  # set where the first layer is computed again
 
     @functools.cached_property
     def cleared_bytes(self) -> tuple[int, int]:
-        """Bytes of the gradients of x and of weights to clear, because no kernel writes them; else 0."""
+        """Returns the bytes of the gradients of x and of weights to clear, because no kernel writes them; else 0."""
         of_x = 0 if self.up_bwd else math.prod(self.x) * ITEMSIZE[self.dtype]
         of_weights = 0 if self.weights_bwd else self.index.num_slots * ITEMSIZE[self.weights_dtype]
         return of_x, of_weights
@@ -103,10 +103,10 @@ class Backward:
 
 @dataclass(frozen=True, eq=False)
 class _Operands:
-    """What the products of a backward read."""
+    """The operands that the products of a backward read."""
 
     up: Weight
-    down_product: Product  # of down_bwd
+    down_product: Product  # that of down_bwd
     x: Operand
     grad: Operand
     first_layer: Operand  # and its gradient
@@ -130,7 +130,7 @@ def configure_backward(
     place: push.PeerOffset | None = None,
     factors: Lora | None = None,
 ) -> Backward:
-    """The launches of `moe_backward` for arrays of these layouts.
+    """Configures the launches of `moe_backward` for arrays of these layouts.
 
     Unless `how.keep_saved`, the gradients of a, b (and weighted_y_swi in place of y_swi) overwrite the saved
     activations. accumulate: by name, the layouts of the buffers that gradients of weights and biases are added to, in
@@ -226,9 +226,9 @@ def configure_after(
     accumulate: Accumulated = (),
     factors: Lora | None = None,
 ) -> Backward:
-    """The backward that follows a forward, for the gradients that one computes unless it is told, of packed memory.
+    """Configures the backward after a forward, for the gradients that one computes unless told, of packed memory.
 
-    layer, factors: the layouts that the forward was configured with. accumulate: as of `configure_backward`.
+    layer, factors: the layouts that the forward was configured with. accumulate: see `configure_backward`.
     """
     options, index, device = forward.options, forward.dispatch.index, layer.x.device
     biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
@@ -244,7 +244,7 @@ def configure_after(
 
 
 def _in_e4m3(arrays: BackwardArrays, options: LayerOptions, rows: int) -> tuple[fp8.Pass | None, fp8.Pass | None]:
-    """What products of the rows of grad_out and of x read in e4m3; None without such products."""
+    """Returns what products of the rows of grad_out and of x read in e4m3; None without such products."""
     if options.precision != "fp8":
         return None, None
     E, h, _ = arrays.layer.w2.shape
@@ -258,7 +258,7 @@ def _in_e4m3(arrays: BackwardArrays, options: LayerOptions, rows: int) -> tuple[
 def _lora_launches(
     index: IndexLayout, operands: _Operands, limits: DeviceLimits, factors: Lora | None, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The launches of low-rank factors, by the names of `Backward`. fields: those of the products."""
+    """Returns the launches of low-rank factors, by the names of `Backward`. fields: those of the products."""
     made: dict[str, Any] = {}
     if factors is None:
         return made
@@ -283,7 +283,7 @@ def _bias_launches(
     down_bias: Bias | None,
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The launches of the gradients of biases, by the names of `Backward`. fields: those that are known."""
+    """Returns the launches of the gradients of biases, by the names of `Backward`. fields: those that are known."""
     made: dict[str, Any] = {}
     dtype, needs, on_output = operands.x.dtype, how.needs, fields["weights_on_output"]
     if down_bias and ("b2" in needs or ("weights" in needs and on_output)):
@@ -307,7 +307,7 @@ def _first_half(
     operands: _Operands,
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The launches up to down_bwd and the gradient of the router weights, by the names of `Backward`."""
+    """Returns the launches up to down_bwd and the gradient of the router weights, by the names of `Backward`."""
     layer, made = arrays.layer, dict[str, Any]()
     h, d, weights = layer.w2.shape[1], layer.x.shape[1], layer.router_weights
     if arrays.first_layer is None:
@@ -367,7 +367,7 @@ def _weight_launches(
     buffers: Mapping[str, tuple[Layout, ...]],
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The launches of the gradients of w1 and w2, by the names of `Backward`; none where they are deferred."""
+    """Returns the launches of the gradients of w1 and w2, by the names of `Backward`; none where they are deferred."""
     made: dict[str, Any] = {}
     if how.defers_weights:
         return made
@@ -383,10 +383,10 @@ def _weight_launches(
 
 
 class Results(NamedTuple):
-    """What `moe_backward` makes."""
+    """The results of `moe_backward`."""
 
     gradients: Gradients  # None where not asked for, and of what is accumulated
-    #: Where weight gradients are deferred, the arrays of what they are products of; None where these lie in the memory
+    #: The arrays of what weight gradients are products of, where these are deferred; None where they lie in the memory
     #: of what was saved.
     first_layer_grad: Any
     weighted_y_swi: Any
@@ -400,7 +400,7 @@ def moe_backward(
     arrays: BackwardArrays,
     extras: PassExtras = PLAIN_PASS,
 ) -> Results:
-    """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
+    """Runs paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
     accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
     to be overwritten. extras: `wait` is for a layer without biases.
@@ -488,7 +488,7 @@ def _recomputed(
     lists: tuple[Lists, Lists],
     extras: PassExtras,
 ) -> tuple[Buffer, Buffer | None]:
-    """The first layer in memory of its own, computed again or converted from e4m3; and u1, where it is made again.
+    """Returns the first layer in memory of its own, computed again or converted from e4m3; and u1, if made again.
 
     lists: dispatch's, and those of square tiles.
     """
@@ -512,10 +512,10 @@ def _recomputed(
 
 
 class _DownBwd(NamedTuple):
-    """What `_down_bwd` makes; None where there is no such thing."""
+    """The buffers that `_down_bwd` makes; None where there is no such thing."""
 
-    partial_sums: Buffer | None  # of the router weights' gradient
-    first_layer_grad: tuple[Buffer, Buffer] | None  # in e4m3, where up_bwd reads it
+    partial_sums: Buffer | None  # those of the router weights' gradient
+    first_layer_grad: tuple[Buffer, Buffer] | None  # set, in e4m3, where up_bwd reads it
     v2: Buffer | None
     weighted_u2: Buffer | None  # u2 that forward kept, times the weights of the rows
 
@@ -529,7 +529,7 @@ def _down_bwd(
     row_weights: int,
     extras: PassExtras,
 ) -> _DownBwd:
-    """to: the addresses of first_layer, first_layer_grad and weighted_y_swi."""
+    """Launches down_bwd. to: the addresses of first_layer, first_layer_grad and weighted_y_swi."""
     if not steps.down_bwd:
         return _DownBwd(None, None, None, None)
     w2, first_layer, first_layer_grad, weighted = arrays.layer.w2, *to
@@ -614,7 +614,7 @@ def _down_bias_bwd(
     partial_sums: Buffer | None,
     accumulate: Mapping[str, Sequence[int]],
 ) -> Any:
-    """The gradient of b2, None if not asked for or accumulated; also b2's part of the router weights' gradient."""
+    """Returns b2's gradient, None if not asked for or accumulated; also writes its part of the router weights'."""
     if not (steps.down_bias_bwd and steps.down_bias):
         return None
     own = "b2" in steps.how.needs and "b2" not in accumulate

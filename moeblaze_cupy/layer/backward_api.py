@@ -41,11 +41,11 @@ from moeblaze_cupy.types import (
     pair,
 )
 
-Parts = dict[str, dict[str, Any]]  # of a weight or bias by name: its arrays by argument name
+Parts = dict[str, dict[str, Any]]  # arrays by argument name of each weight or bias, by its name
 
 
 def _buffers(function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward) -> Parts:
-    """The arrays of `accumulate` by argument name, for each weight or bias that has one, in its form: one or a pair."""
+    """Returns the arrays of `accumulate` by argument name, for each weight or bias that has one: one or a pair."""
     if accumulate is None:
         return {}
     checks.accumulated_names(function, accumulate, needs, saved.gradients)
@@ -64,7 +64,7 @@ def _buffers(function: str, accumulate: Any, needs: tuple[str, ...], saved: Save
 
 
 def _arrays(buffers: Parts) -> dict[str, Any]:
-    """All arrays of `_buffers` by argument name."""
+    """Returns all arrays of `_buffers` by argument name."""
     return {name: array for parts in buffers.values() for name, array in parts.items()}
 
 
@@ -76,7 +76,7 @@ def _check_accumulated(call: Call, buffers: Parts, saved: SavedForBackward) -> N
 
 
 def _check_rows(call: Call, saved: SavedForBackward, grad_scales: Any) -> None:
-    """Of x and grad_out in e4m3, which are then described as what they stand for."""
+    """Checks x and grad_out in e4m3, which are then described as what they stand for."""
     of_e4m3 = {"saved.x": saved.x_scales, "grad_out": grad_scales}
     for name, scales in of_e4m3.items():
         if scales is not None:
@@ -88,7 +88,7 @@ def _check_rows(call: Call, saved: SavedForBackward, grad_scales: Any) -> None:
 
 
 def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[reference.HostArray, SavedForBackward]:
-    """grad_out and what was saved as NumPy arrays, rows in e4m3 as the numbers they stand for."""
+    """Returns grad_out and what was saved as NumPy arrays, rows in e4m3 as the numbers they stand for."""
     host = saved
     if call.framework is arrays.Torch:
         if saved.fp8_weights is not None:
@@ -105,7 +105,7 @@ def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[ref
 
 
 def described_by_name(function: str, framework: Framework, given: Mapping[str, Any]) -> dict[str, Array]:
-    """The arrays that there are, by argument name. Raises for one that cannot be read, such as a freed tensor."""
+    """Describes the arrays present, by argument name. Raises for one that cannot be read, such as a freed tensor."""
     found = {}
     for name, array in given.items():
         if array is not None:
@@ -117,7 +117,7 @@ def described_by_name(function: str, framework: Framework, given: Mapping[str, A
 
 
 def _read(function: str, framework: Framework, grad_out: Any, saved: SavedForBackward) -> dict[str, Array]:
-    """What backward reads, by argument name; rows in e4m3 without their scales."""
+    """Describes what backward reads, by argument name; rows in e4m3 without their scales."""
     read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     read |= named_pair(function, "saved.w1", saved.w1)
     read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
@@ -128,12 +128,12 @@ def _read(function: str, framework: Framework, grad_out: Any, saved: SavedForBac
 
 
 def _of_lora(saved: SavedForBackward) -> dict[str, Any]:
-    """The factors by argument name."""
+    """Returns the factors by argument name."""
     return {} if saved.lora is None else {f"saved.lora.{name}": getattr(saved.lora, name) for name in FACTORS}
 
 
 def _in_e4m3(function: str, framework: Framework, weights: Fp8Weights) -> dict[str, Array]:
-    """Its arrays by argument name, in the order of `fp8_checks.FIELDS`."""
+    """Describes the arrays of `weights` by argument name, in the order of `fp8_checks.FIELDS`."""
     fields = zip(fp8_checks.NAMES, fp8_checks.FIELDS, strict=True)
     return described_by_name(function, framework, {name: getattr(weights, field) for name, field in fields})
 
@@ -159,7 +159,7 @@ def moe_backward(
     keep_saved: bool = False,
     accumulate: Mapping[str, Any] | None = None,
 ) -> Gradients:
-    """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
+    """Computes the gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
     grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2",
     "b1", "b2", "lora" to compute. The others are None, and their kernels do not run. None asks for all that the layer
@@ -189,11 +189,11 @@ def moe_backward_data(
     needs: tuple[str, ...] = ("x", "weights"),
     keep_saved: bool = False,
 ) -> tuple[Gradients, PendingWeights]:
-    """The first half of `moe_backward`: the gradients of x and weights, before those of w1 and w2.
+    """Runs the first half of `moe_backward`: the gradients of x and weights, before those of w1 and w2.
 
     The gradient of x can then travel to other GPUs while `moe_backward_weights` computes, or a pipeline's stage can
     hand it on and compute the gradients of its weights in a bubble. The halves give the bits of the whole.
-    grad_out, saved, keep_saved: as of `moe_backward`. needs: "x", "weights", both or none.
+    grad_out, saved, keep_saved: see `moe_backward`. needs: "x", "weights", both or none.
     Between the halves the saved activations' gradients stay in memory, and with them (R, h) of weighted act(a) * b,
     R being L*k or max_slots. grad_out and saved.x are read again, so they must not change.
     Returns Gradients, of which w1 and w2 are None, and PendingWeights.
@@ -214,9 +214,9 @@ def moe_backward_weights(
     needs: tuple[str, ...] = ("w1", "w2"),
     accumulate: Mapping[str, Any] | None = None,
 ) -> Gradients:
-    """The second half of `moe_backward`: the gradients of w1 and w2, after `moe_backward_data`.
+    """Runs the second half of `moe_backward`: the gradients of w1 and w2, after `moe_backward_data`.
 
-    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate: as of `moe_backward`.
+    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate: see `moe_backward`.
     It runs on the current stream, which must come after that of the first half.
     Returns Gradients, of which x and weights are None.
     Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and RuntimeError for a pending taken before.
@@ -263,7 +263,7 @@ def moe_backward_weights(
 def _configured(
     call: Call, pending: PendingWeights, in_memory: tuple[Array, Array], needs: tuple[str, ...], totals: Totals
 ) -> tuple[weight_gradients.Weights, BackwardArrays]:
-    """The launches of `weight_gradients.configure_weights`, and the addresses of what they read.
+    """Returns the launches of `weight_gradients.configure_weights`, and the addresses of what they read.
 
     in_memory: grad_out and x as they are.
     """
@@ -291,7 +291,7 @@ def summed_weights(
     signal: Callable[[str], None],
     wait: Callable[[str], None],
 ) -> bool:
-    """The second half of `moe_backward` where ranks with the same weights own E / P experts each, in order.
+    """Runs the second half of `moe_backward` where ranks with the same weights own E / P experts each, in order.
 
     The gradients of other ranks' experts are stored in the memory of those ranks. Those of this one's are added to
     what the others have stored, and the sum is scaled and rounded once.
@@ -299,7 +299,7 @@ def summed_weights(
     others, 8 at most. totals: by name, arrays (E / P, ...) in the memory order of the weights, in their dtype or
     float32. others: by name, arrays (P - 1, E / P, ...) of this rank, in the weights' dtype. at: by name and other
     rank, the array among the `others` of that rank that is this rank's. signal: tells the other ranks, on the current
-    stream, that "w1" or "w2" is stored. wait: has the stream wait until all have.
+    stream, that "w1" or "w2" is stored. wait: makes the stream wait until all have.
     Returns False, and does nothing, where Hopper's kernels do not serve: without a GPU or tokens, say.
     """
     function = "moe_backward"
@@ -327,16 +327,16 @@ def summed_weights(
 
 
 class BackwardExtras(NamedTuple):
-    """What few calls of a backward have beside its arrays and options."""
+    """Values that few calls of a backward have beside its arrays and options."""
 
-    into: Any = None  #: what the gradient of x is to be on CUDA, as `LayerExtras.into`
-    wait: Callable[[], None] | None = None  #: has the stream wait for rows of grad_out that are on their way
+    into: Any = None  #: the array that the gradient of x is to be on CUDA, see `LayerExtras.into`
+    wait: Callable[[], None] | None = None  #: makes the stream wait for rows of grad_out that are on their way
     defers_weights: bool = False  #: the gradients of w1 and w2 are left to `moe_backward_weights`
-    decode: Callable[[Runtime, int], None] | None = None  #: as of `LayerExtras`
+    decode: Callable[[Runtime, int], None] | None = None  #: see `LayerExtras`
 
     @property
     def destination(self) -> Destination | None:
-        """Where the gradients of several GPUs' tokens go; that of x is then None on CUDA."""
+        """Returns where the gradients of several GPUs' tokens go; that of x is then None on CUDA."""
         return self.into if isinstance(self.into, Destination) else None
 
 
@@ -353,7 +353,7 @@ def run_backward(
     accumulate: Mapping[str, Any] | None = None,
     extras: BackwardExtras = _PLAIN,
 ) -> tuple[Gradients, PendingWeights | None]:
-    """`moe_backward`, or its first half; `function` is the one that messages name.
+    """Runs `moe_backward`, or its first half; `function` is the one that messages name.
 
     grad_out: may be `Fp8Rows` of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of
     weights are then deferred, or not needed.
@@ -435,7 +435,7 @@ def _backward_of_frozen(
     accumulate: Mapping[str, Any] | None,
     extras: BackwardExtras,
 ) -> tuple[Gradients, PendingWeights | None]:
-    """`run_backward` of a layer with these weights in four or eight bits, which have no gradients."""
+    """Runs `run_backward` for a layer with these weights in four or eight bits, which have no gradients."""
     asked = [name for name in frozen if isinstance(needs, (tuple, list, set, frozenset)) and name in needs]
     if asked:
         expected = f"no gradient of {' and '.join(asked)}, frozen in four or eight bits"
@@ -469,7 +469,7 @@ def _checked_backward(
     grad_scales: Any,
     accumulate: Mapping[str, Any] | None,
 ) -> Call:
-    """The call of grad_out, saved.x and the arrays of `accumulate`; raises what checks do."""
+    """Returns the call of grad_out, saved.x and the arrays of `accumulate`; raises what checks do."""
     tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     for name in ("w1", "b1", "b2"):
         tracked |= named_pair(function, f"saved.{name}", getattr(saved, name))
@@ -523,7 +523,7 @@ def _pass_extras(
 
 
 def _by_name(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    """values: one for each array of `accumulate`, in order."""
+    """Returns the values by name. values: one for each array of `accumulate`, in order."""
     found, end = {}, 0
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
@@ -537,7 +537,7 @@ def _index_layout(index: DispatchIndices) -> IndexLayout:
 
 
 def _exported(export: Export, accumulate: Mapping[str, Any] | None, grads: Gradients) -> Gradients:
-    """The gradients as the caller's kind of array. Those that were accumulated are the caller's own arrays."""
+    """Returns the gradients as the caller's kind of array. Those that were accumulated are the caller's own arrays."""
     if export is keep and not accumulate:
         return grads
     own = accumulate or {}

@@ -39,16 +39,16 @@ Shape = tuple[int, ...]
 
 
 def half_columns(parts: tuple[Layout, ...], h: int, options: LayerOptions) -> int | None:
-    """h if w1, or b1, is one array of gate columns, then up columns; else None. parts: its arrays."""
+    """Returns h if w1, or b1, is one array of gate columns, then up columns; else None. parts: its arrays."""
     return h if options.gated and len(parts) == 1 and not options.interleaved else None
 
 
 def rows_of_slots(
     run: Runtime, launch: Launch | None, lists: Lists, row_weights: int = 0
 ) -> tuple[Lists, Buffer | None]:
-    """The lists with the slot of each row in place of its token, and the slots' memory; without `launch` as they are.
+    """Returns the lists with slots of rows in place of tokens, and the slots' memory; without `launch` as they are.
 
-    row_weights: of each row, to be filled with 1; 0 for none.
+    row_weights: the weight of each row, to be filled with 1; 0 for none.
     """
     if launch is None:
         return lists, None
@@ -60,7 +60,7 @@ def rows_of_slots(
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """What a forward launches and allocates. Launches are None where there are no tokens or slots, or no need."""
+    """The launches and buffers of a forward. Launches are None where there are no tokens or slots, or no need."""
 
     options: LayerOptions
     dispatch: Dispatch
@@ -72,21 +72,21 @@ class Forward:
     up: Weight
     down: Weight
     up_bias: Bias | None
-    unquantized: Shape  # of the first layer where `quantize_saved` reads it
+    unquantized: Shape  # that of the first layer where `quantize_saved` reads it
     up_fwd: Gemm | None = None
     down_fwd: Panels | None = None
-    weights_by_row: Launch | None = None  # where router weights scale the experts' input
-    slots_by_row: Launch | None = None  # where rows go straight to their slots
-    quantize_saved: Launch | None = None  # where up_fwd writes a first layer, to be kept in e4m3, in `dtype`
-    in_e4m3: fp8.Pass | None = None  # where the products are in e4m3
-    square_tiles: Launch | None = None  # where a product has square tiles
-    lora1: lora.Forward | None = None  # where w1 has low-rank factors, and rows
+    weights_by_row: Launch | None = None  # runs where router weights scale the experts' input
+    slots_by_row: Launch | None = None  # runs where rows go straight to their slots
+    quantize_saved: Launch | None = None  # runs where up_fwd writes a first layer, to be kept in e4m3, in `dtype`
+    in_e4m3: fp8.Pass | None = None  # set where the products are in e4m3
+    square_tiles: Launch | None = None  # runs where a product has square tiles
+    lora1: lora.Forward | None = None  # set where w1 has low-rank factors, and rows
     lora2: lora.Forward | None = None
-    quantize: fp8.WeightsMade | None = None  # where the weights are quantised in the call
+    quantize: fp8.WeightsMade | None = None  # set where the weights are quantised in the call
 
     @functools.cached_property
     def cleared_bytes(self) -> int:
-        """Bytes of out to clear, because no product writes it; else 0."""
+        """Returns the bytes of out to clear, because no product writes it; else 0."""
         return 0 if self.down_fwd else math.prod(self.out) * ITEMSIZE[self.dtype]
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class Forward:
 
     @functools.cached_property
     def scales_slots(self) -> bool:
-        """Whether the sums over slots take the router weights, of identity experts at least."""
+        """Returns True if the sums over slots take the router weights, of identity experts at least."""
         return not self.options.on_input or self.options.identity_experts > 0
 
 
@@ -112,7 +112,7 @@ def configure_forward(
     place: push.PeerOffset | None = None,
     factors: Lora | None = None,
 ) -> Forward:
-    """The launches of `moe_forward` for arrays of these layouts and options, which have passed their checks.
+    """Configures `moe_forward` for arrays of these layouts and options, which have passed their checks.
 
     x may be in e4m3 (uint8) with precision="fp8". quantizes: `moe_forward` makes the weights in e4m3 itself then.
     place: where the results go, which are then of the tokens of several GPUs. factors: low-rank, beside the weights.
@@ -163,7 +163,7 @@ def _forward_launches(
     place: push.PeerOffset | None,
     factors: Lora | None,
 ) -> dict[str, Any]:
-    """The launches after dispatch, by the names of `Forward`."""
+    """Returns the launches after dispatch, by the names of `Forward`."""
     (_, d), (_, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype
     up_read, down_read, up_bias = parameters
     x_rows, y_rows = Operand(dtype, d, layer.x.misalignment), Operand(dtype, h)
@@ -205,7 +205,7 @@ def _forward_launches(
 
 
 def identity_rows(rows: Layout, weights: Layout | None, options: LayerOptions) -> Source | None:
-    """The rows that identity experts add, if there are such experts."""
+    """Returns the rows that identity experts add, if there are such experts."""
     return Source(rows.misalignment, weights.dtype) if options.identity_experts and weights else None
 
 
@@ -221,24 +221,24 @@ class ForwardResult(NamedTuple):
 
 
 class PassExtras(NamedTuple):
-    """What few passes have beside the addresses of their arrays."""
+    """Values that few passes have beside the addresses of their arrays."""
 
     out: Buffer | None = None  #: memory for the result, which is out or the gradient of x; None allocates it
-    wait: Callable[[], None] | None = None  #: has the stream wait for rows of x, or of grad_out, that are on their way
-    weights_fp8: fp8.Addresses | None = None  #: where the products are in e4m3
-    x_scales: int = 0  #: of the rows of x, if these are in e4m3
-    grad_scales: int = 0  #: of the rows of grad_out, likewise
-    to: push.Addresses = push.NOWHERE  #: where the result goes, in place of an array
+    wait: Callable[[], None] | None = None  #: makes the stream wait for rows of x or grad_out that are on their way
+    weights_fp8: fp8.Addresses | None = None  #: set where the products are in e4m3
+    x_scales: int = 0  #: scales of the rows of x, if these are in e4m3
+    grad_scales: int = 0  #: scales of the rows of grad_out, if these are in e4m3
+    to: push.Addresses = push.NOWHERE  #: the destination of the result, in place of an array
     decode: Callable[[Runtime, int], None] | None = None  #: fills w1 or w2, of experts with tokens by the offsets given
     factors: Lora = Lora(0, 0, 0, 0)  #: addresses of the low-rank factors
-    lora_rows: LoraRows = LoraRows(0, 0)  #: of what forward kept of them
+    lora_rows: LoraRows = LoraRows(0, 0)  #: addresses of what forward kept of them
 
 
 PLAIN_PASS = PassExtras()
 
 
 def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassExtras = PLAIN_PASS) -> ForwardResult:
-    """Paper section 3.1, from the addresses of the layer's arrays."""
+    """Runs paper section 3.1, from the addresses of the layer's arrays."""
     out, wait, weights_fp8, x_scales, _, to, decode, factors, _ = extras
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets)
     if decode is not None:
@@ -291,7 +291,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
         del unquantized
     del row_weights, x_e4m3, beside_up
     if not (out or to.peers):
-        out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
+        out = run.empty(steps.out, steps.dtype)  # comes after the first launches, which it can wait for
     if steps.lora2:
         u2, of_down_fwd, beside_down = steps.lora2.make(run, index, y_swi_ptr, (factors.a2, factors.b2), of_down_fwd)
     if steps.down_fwd:

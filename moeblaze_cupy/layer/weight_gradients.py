@@ -24,7 +24,7 @@ from moeblaze_cupy.types import BackwardArrays, Gradients, LayerOptions
 
 
 def up_columns(rows: Operand, h: int, options: LayerOptions) -> tuple[tuple[Operand, int], int]:
-    """For w1's gradient: the operand with its step to the up half, and the number of halves.
+    """Returns, for w1's gradient, the operand with its step to the up half, and the number of halves.
 
     Interleaved columns are one matrix to the product, as the first layer and the gradient have them in the same order.
     """
@@ -32,13 +32,13 @@ def up_columns(rows: Operand, h: int, options: LayerOptions) -> tuple[tuple[Oper
 
 
 def gradient_memory(run: Runtime, of: Weight | Bias, total: Sequence[int] | None) -> tuple[Any, Sequence[int]]:
-    """New memory for a gradient, as of `Weight.empty_gradient`; or none, and the addresses of what it is added to."""
+    """Returns new memory as `Weight.empty_gradient` does; or none, and the addresses of what it is added to."""
     return of.empty_gradient(run) if total is None else (None, total)
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """What the gradients of the weights launch, after a backward that deferred them."""
+    """The launches of the gradients of the weights, after a backward that deferred them."""
 
     index: IndexLayout
     up: Weight
@@ -47,10 +47,10 @@ class Weights:
     down_gradient: Weight
     down_wgrad: Wgrad | None
     up_wgrad: Wgrad | None
-    slots_by_row: Launch | None  # where grad_out has a row per slot
+    slots_by_row: Launch | None  # runs where grad_out has a row per slot
     grad_in_e4m3: fp8.Dequantize | None
     x_in_e4m3: fp8.Dequantize | None
-    own_down: Wgrad | None = None  # of this rank's experts, where gradients are summed over ranks
+    own_down: Wgrad | None = None  # that of this rank's experts, where gradients are summed over ranks
     own_up: Wgrad | None = None
     down_total: Weight | None = None
     up_total: Weight | None = None
@@ -58,16 +58,16 @@ class Weights:
 
     @property
     def all_sm90(self) -> bool:
-        """Whether the kernels of all products are Hopper's, which alone sum over ranks."""
+        """Returns True if the kernels of all products are Hopper's, which alone sum over ranks."""
         steps = self.down_wgrad, self.up_wgrad, self.own_down, self.own_up
         return all(step is None or step.tier == "sm90" for step in steps)
 
 
 class Totals(NamedTuple):
-    """What gradients of weights go to, by name, in place of new arrays: layouts."""
+    """Layouts of the arrays that gradients of weights go to, by name, in place of new arrays."""
 
     accumulate: tuple[tuple[str, tuple[Layout, ...]], ...] = ()  # buffers that they are added to
-    sums: tuple[tuple[str, Layout], ...] = ()  # of this rank's experts, where gradients are summed over ranks
+    sums: tuple[tuple[str, Layout], ...] = ()  # sums of this rank's experts, where gradients are summed over ranks
     summed: Summed | None = None
 
 
@@ -80,7 +80,7 @@ def configure_weights(
     index: IndexLayout,
     totals: Totals,
 ) -> Weights:
-    """The launches of `moe_backward_weights` for arrays of these layouts.
+    """Configures `moe_backward_weights` for arrays of these layouts.
 
     arrays: first_layer is the first layer's gradient, y_swi the weighted one. x and grad_out may be in e4m3 (uint8).
     totals: with `summed`, the launches are those of `summed_weights`, in the weights' memory order.
@@ -142,7 +142,7 @@ def moe_backward_weights(
     x_scales: int = 0,
     grad_scales: int = 0,
 ) -> Gradients:
-    """The gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses as of `configure_weights`.
+    """Returns the gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses; see `configure_weights`.
 
     Rows in e4m3 are converted to bf16 one after the other, so that both take the same memory.
     """
@@ -165,11 +165,11 @@ def moe_backward_weights(
 
 
 class OfRanks(NamedTuple):
-    """Where the gradients of a weight go: addresses."""
+    """The addresses that the gradients of a weight go to."""
 
     total: int  # the scaled sum of this rank's experts, in the weight's memory order
     others: int  # (P - 1, ...): what other ranks store of the same experts, in the weights' dtype
-    at: Mapping[int, int]  # by rank, where this one's part is among the `others` of that rank
+    at: Mapping[int, int]  # address of this rank's part among the `others` of that rank, by rank
 
 
 def summed_weights(
@@ -181,10 +181,10 @@ def summed_weights(
     signal: Callable[[str], None],
     wait: Callable[[str], None],
 ) -> None:
-    """The sums over ranks of the gradients of this rank's experts, from addresses as of `configure_weights`.
+    """Computes the sums over ranks of the gradients of this rank's experts, from addresses; see `configure_weights`.
 
     Gradients of other ranks' experts are stored in the memory of those ranks. ranks: this one, then the others, in the
-    order in which theirs are computed. signal: "w1" or "w2" of others' experts is stored. wait: has the stream wait
+    order in which theirs are computed. signal: "w1" or "w2" of others' experts is stored. wait: makes the stream wait
     until all ranks have stored it. One product lies between, so that ranks need not be in step.
     """
     index, grad_out, x = steps.index.addresses(arrays.lists), arrays.grad_out, arrays.layer.x

@@ -1,4 +1,4 @@
 """Rows by index: sums over the slots of a token, here and in the memory of other GPUs.
 
-May import `dispatch` and what that may. Touches the memory of other GPUs by addresses that callers give.
+It may import `dispatch` and what that may. It touches the memory of other GPUs by addresses that callers give.
 """

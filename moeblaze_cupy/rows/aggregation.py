@@ -29,12 +29,12 @@ def aggregate(
     source: Source | None = None,
     misalignment: int = 0,
 ) -> Launch:
-    """out[:, first_column : first_column + columns] from the first `columns` of panel's rows, `panel_ld` apart.
+    """Computes out[:, first_column : first_column + columns] from the first `columns` of panel's rows, panel_ld apart.
 
     Addresses: panel, token_index_map that names a row for each slot, weights that scale the slots, out (L, d),
     token_offsets where tokens have any number of slots, and source, the rows of identity experts. weights_dtype None
-    leaves slots unscaled, as the gradient of x does; those of identity experts are scaled in any case. misalignment: of
-    the panel.
+    leaves slots unscaled, as the gradient of x does; those of identity experts are scaled in any case. misalignment:
+    that of the panel.
     """
     aligned = d % 8 == 0 and first_column % 8 == 0 and not misalignment and not (source and source.misalignment)
     suffix = "" if aligned else "_unaligned"
@@ -66,14 +66,14 @@ def aggregate(
 
 
 def _accesses(aligned: bool) -> str:
-    """What decides how the sums over slots read."""
+    """Returns the reason for how the sums over slots read."""
     if aligned:
         return "16 bytes at a time: d and the panel's first column are multiples of 8"
     return "an element at a time: d or the panel's first column is no multiple of 8"
 
 
 def identity_weights(index: IndexLayout, x: Layout, grad_out: Layout, weights_dtype: str) -> Launch:
-    """The gradient of the router weights of identity experts' slots, <grad_out, x> of their tokens, and no other.
+    """Computes the gradient of the router weights of identity experts' slots, <grad_out, x> of their tokens, no other.
 
     Addresses: x, grad_out, token_index_map, token_offsets where tokens have any number of slots, grad_weights.
     """
@@ -90,7 +90,7 @@ def identity_weights(index: IndexLayout, x: Layout, grad_out: Layout, weights_dt
 
 
 def slots_by_row(index: IndexLayout) -> Launch:
-    """The slot of each of the experts' rows (L*k,) int32, -1 past the routed ones; and a weight of 1 for each row.
+    """Writes the slot of each of the experts' rows (L*k,) int32, -1 past the routed ones, and a weight of 1 for each.
 
     Addresses: token_index_map, expert_token_offsets, slots, row_weights (L*k,) float32, or 0 for none.
     """
@@ -99,7 +99,7 @@ def slots_by_row(index: IndexLayout) -> Launch:
 
 
 def weights_bwd(index: IndexLayout, dtype: str, parts: int) -> Launch:
-    """The gradient of the router weights (L, k) from <dA, A> of each routed slot.
+    """Computes the gradient of the router weights (L, k) from <dA, A> of each routed slot.
 
     Addresses: partial_sums (parts, rows), token_index_map, grad_weights.
     """
@@ -108,7 +108,7 @@ def weights_bwd(index: IndexLayout, dtype: str, parts: int) -> Launch:
 
 
 def weights_by_row(index: IndexLayout, dtype: str) -> Launch:
-    """The router weight of each of the experts' rows (L*k,) float32; rows past the routed ones are not written.
+    """Writes the router weight of each of the experts' rows (L*k,) float32; rows past the routed ones are not written.
 
     Addresses: weights, token_index_map, row_weights.
     """

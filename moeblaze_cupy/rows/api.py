@@ -14,7 +14,7 @@ from moeblaze_cupy.types import Fp8Rows
 
 @graph_break
 def sum_rows(rows: Any, positions: Any) -> Any:
-    """out[t] = sum over j, in order, of rows[positions[t, j]], in fp32, rounded once.
+    """Computes out[t] = sum over j, in order, of rows[positions[t, j]], in fp32, rounded once.
 
     rows: (n, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. positions: (L, P) int32, contiguous, each below n;
     one below 0 names no row. On CUDA the host does not look at positions, so the rows that they name must exist.
@@ -62,7 +62,7 @@ def _sum_rows(run: Runtime, plan: tuple[Launch | None, tuple[int, int], str], po
 
 
 class PeerArray(NamedTuple):
-    """An array of every rank of a group, at the same place of a buffer of which GPUs of all ranks can read all."""
+    """An array of every rank of a group, at the same place of a buffer that the GPUs of all ranks can read."""
 
     addresses: Any  #: (P,) int64, CuPy or torch on CUDA: the buffers, by rank
     offset: int  #: bytes from there to the array
@@ -73,15 +73,15 @@ class Share(NamedTuple):
     """One of P ranks. It has the experts rank * experts to (rank + 1) * experts - 1."""
 
     rank: int
-    experts: int  #: as many on every rank
+    experts: int  #: the same number on every rank
     tokens: int  #: rows that every rank has for the tokens of each; some may have no token
 
 
 def pull_slots(ids: PeerArray, weights: PeerArray, share: Share, local_ids: Any, pulled: Any, needed: Any) -> None:
-    """What this rank has to know of the slots of all ranks' tokens; rows are by rank, then token.
+    """Fetches what this rank has to know of the slots of all ranks' tokens; rows are by rank, then token.
 
-    M is share.tokens. ids: of all ranks (M, k) int32 or int64; one that is none of all experts is no expert. weights:
-    likewise (M, k).
+    M is share.tokens. ids: those of all ranks, (M, k) int32 or int64; one that is none of all experts is no expert.
+    weights: those of all ranks, (M, k).
     Writes local_ids (P*M, k) int32, from 0 to share.experts - 1, or -1 without an expert here, the weights (P*M, k)
     into `pulled`, and needed (P*M,) bool, whether a row has an expert here. These are CuPy or torch arrays on CUDA,
     contiguous. Nothing is looked at on the host. The peers have written their arrays before: a barrier comes first.
@@ -102,10 +102,10 @@ def pull_slots(ids: PeerArray, weights: PeerArray, share: Share, local_ids: Any,
 
 
 def pull_rows(rows: PeerArray, needed: Any, out: Any) -> None:
-    """out[r * L + t] = row t of rank r where needed[r * L + t]; other rows of `out` stay as they are.
+    """Copies out[r * L + t] = row t of rank r where needed[r * L + t]; other rows of `out` stay as they are.
 
-    rows: of all ranks (L, d) in out's dtype. needed: (P*L,) bool. out: (P*L, d), aligned, d a multiple of 8. Otherwise
-    as `pull_slots`.
+    rows: those of all ranks, (L, d) in out's dtype. needed: (P*L,) bool. out: (P*L, d), aligned, d a multiple of 8.
+    The rest is as in `pull_slots`.
     """
     function = "pull_rows"
 
@@ -118,10 +118,10 @@ def pull_rows(rows: PeerArray, needed: Any, out: Any) -> None:
 
 
 def pull_scaled_rows(values: PeerArray, scales: PeerArray, needed: Any, out: Fp8Rows) -> None:
-    """As `pull_rows`, of rows in e4m3 with their scales.
+    """Copies as `pull_rows` does, rows in e4m3 with their scales.
 
-    values: of all ranks (L, d) uint8, d a multiple of 16. scales: likewise (L,) float32. out: (P*L, d), aligned, and
-    (P*L,).
+    values: those of all ranks, (L, d) uint8, d a multiple of 16. scales: those of all ranks, (L,) float32. out:
+    (P*L, d), aligned, and (P*L,).
     """
     function = "pull_scaled_rows"
 
@@ -139,8 +139,9 @@ def pull_scaled_rows(values: PeerArray, scales: PeerArray, needed: Any, out: Fp8
 def sum_peer_rows(rows: PeerArray, ids: Any, share: Share, out: Any) -> None:
     """out[t] = sum over ranks that have an expert of token t, in order, of their row share.rank * M + t; 0 without any.
 
-    The sum is in fp32 and rounded once. rows: of all ranks (P*M, d) in out's dtype, rows by rank, then token. ids:
-    (L, k) int32 or int64, this rank's, L <= M. out: (L, d), aligned, d a multiple of 8. Otherwise as `pull_slots`.
+    The sum is in fp32 and rounded once. rows: those of all ranks, (P*M, d) in out's dtype, by rank, then token.
+    ids: (L, k) int32 or int64, this rank's, L <= M. out: (L, d), aligned, d a multiple of 8. The rest is as in
+    `pull_slots`.
     """
     function = "sum_peer_rows"
 
@@ -156,8 +157,8 @@ def sum_peer_rows(rows: PeerArray, ids: Any, share: Share, out: Any) -> None:
 def pull_values(values: PeerArray, ids: Any, share: Share, out: Any) -> None:
     """out[t, j] = element (share.rank * M + t, j) of the rank that has expert ids[t, j]; 0 for slots without an expert.
 
-    values: of all ranks (P*M, k) in out's dtype. ids: (L, k) int32 or int64, this rank's, L <= M. out: (L, k).
-    Otherwise as `pull_slots`.
+    values: those of all ranks, (P*M, k) in out's dtype. ids: (L, k) int32 or int64, this rank's, L <= M. out: (L, k).
+    The rest is as in `pull_slots`.
     """
     function = "pull_values"
 

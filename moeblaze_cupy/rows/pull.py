@@ -25,7 +25,7 @@ def pull_slots(
     ids_dtype: str,
     dtype: str,
 ) -> Launch:
-    """Addresses: peers (P,) uint64, local_ids (P*L, k) int32, weights (P*L, k), needed (P*L,) bool."""
+    """Pulls slots. Addresses: peers (P,) uint64, local_ids (P*L, k) int32, weights (P*L, k), needed (P*L,) bool."""
     num_rows = P * rows_per_peer
     return Launch(
         loader.entry("pull.cu", f"pull_slots_{_suffix(ids_dtype, dtype)}"),
@@ -46,7 +46,7 @@ def pull_slots(
 
 @cached
 def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> Launch:
-    """Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), of which rows that are not needed stay."""
+    """Pulls rows. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), where unneeded rows stay."""
     return Launch(
         loader.entry("pull.cu", "pull_rows"),
         (launch_config.pull_blocks(P * rows_per_peer, d * ITEMSIZE[dtype]),),
@@ -58,7 +58,7 @@ def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> La
 
 @cached
 def pull_scaled_rows(P: int, rows_per_peer: int, d: int, offset: int, scales_offset: int) -> Launch:
-    """Of e4m3, d a multiple of 16. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), scales (P*L,)."""
+    """Pulls e4m3, d a multiple of 16. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), scales (P*L,)."""
     sizes = {"P": P, "rows_per_peer": rows_per_peer, "pieces": d // 16}
     return Launch(
         loader.entry("pull.cu", "pull_scaled_rows"),
@@ -73,7 +73,7 @@ def pull_scaled_rows(P: int, rows_per_peer: int, d: int, offset: int, scales_off
 def pull_sum(
     P: int, L: int, k: int, d: int, first_row: int, experts_per_peer: int, ids_dtype: str, dtype: str, offset: int
 ) -> Launch:
-    """out[t] = sum over ranks that have an expert of token t, in order, of their row first_row + t.
+    """Computes out[t] = sum over ranks that have an expert of token t, in order, of their row first_row + t.
 
     Addresses: peers (P,) uint64, ids (L, k), out (L, d).
     """
@@ -101,7 +101,7 @@ def pull_sum(
 def pull_values(
     P: int, num_slots: int, first_slot: int, experts_per_peer: int, ids_dtype: str, dtype: str, offset: int
 ) -> Launch:
-    """out[s] = value first_slot + s of the rank that has slot s's expert, 0 without one.
+    """Copies out[s] = value first_slot + s of the rank that has slot s's expert, 0 without one.
 
     Addresses: peers (P,) uint64, ids (num_slots,), out (num_slots,).
     """

@@ -10,7 +10,7 @@ from moeblaze_cupy.rows.aggregation import SUM_ADDRESSES
 
 
 class PeerOffset(NamedTuple):
-    """Where rows of results lie in the buffers of P ranks: an array in each, at the same offset."""
+    """The place of rows of results in the buffers of P ranks: an array in each, at the same offset."""
 
     offset: int  #: bytes from a rank's address to its array
     first_row: int  #: row there of what this rank stores
@@ -21,11 +21,11 @@ class Destination(NamedTuple):
     """Results of the tokens of P ranks, M each, in place of an array (P*M, d).
 
     The row of token t of rank r is row first_row + t of rank r's array (any, d), if needed[r * M + t]; others are not
-    stored. The ranks read these rows after a barrier, and before it nobody does.
+    stored. The ranks read these rows after a barrier, not before it.
     """
 
     peers: Any  #: (P,) int64, CuPy or torch on CUDA: addresses of the ranks' buffers, multiples of 16
-    needed: Any  #: (P*M,) bool, likewise
+    needed: Any  #: (P*M,) bool, CuPy or torch on CUDA
     place: PeerOffset
 
     def addresses(self, framework: Framework) -> "Addresses":
@@ -52,7 +52,7 @@ def push_sum(
     panel_ld: int,
     place: PeerOffset,
 ) -> Launch:
-    """Columns first_column .. + columns of the ranks' results from the first `columns` of panel's rows.
+    """Computes columns first_column .. + columns of the ranks' results from the first `columns` of panel's rows.
 
     Addresses: those of `aggregation.aggregate` but for out, token_offsets and source, and those of `Addresses`. d and
     first_column are multiples of 8.
