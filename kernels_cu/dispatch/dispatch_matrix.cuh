@@ -1,4 +1,4 @@
-// What the kernels of dispatch.cu share: loads of ids, rows of the matrix of counters, prefix sums.
+// The common part of the kernels of dispatch.cu: loads of ids, rows of the matrix of counters, prefix sums.
 #pragma once
 #include "common.cuh"
 

@@ -187,7 +187,7 @@ __device__ __forceinline__ void rank_run(const Column& column, int half_columns)
 // A thread takes four experts of every groups-th row. One group writes counts and to_position, several write scratch.
 __device__ __forceinline__ void sum_blocks(const int* block_counts, const RouteViews& views, int num_experts,
                                            int counted_together, int groups, int thread, int threads) {
-    wait_for_last_launch();  // of dispatch_count
+    wait_for_last_launch();  // waits for dispatch_count
     const int fours = stride_of(num_experts) / 4;
     const int rows = (gridDim.x + counted_together - 1) / counted_together, this_row = blockIdx.x / counted_together;
     for (int i = thread; i < groups * fours; i += threads) {
@@ -453,7 +453,7 @@ __device__ __forceinline__ void route(const DispatchRouteParams<Id>& p) {
         if (number == 0) write_schedule(p, views);
         __syncthreads();
         const int first_token = static_cast<int>(first / static_cast<unsigned>(k)), routed = views.starts[num_experts];
-        load_part(loaded, p.ids, part_from(first + part_slots), 0, aligned);  // of the next part
+        load_part(loaded, p.ids, part_from(first + part_slots), 0, aligned);  // ids of the next part
         issue_loads_now();
         write_tokens(p.expert_token_indices, views, part, k, reciprocal, first_token, routed);
         __syncthreads();

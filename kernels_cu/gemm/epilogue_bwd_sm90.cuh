@@ -29,7 +29,7 @@ struct ActivateBwdRows : EpilogueBase {
     static constexpr int SLOTS = 2, SLOT_BYTES = 2 * ROW_BYTES;
     static_assert(BN != 256 || CONSUMER_WARPS * SLOTS * SLOT_BYTES <= SPARE_BYTES, "two slots for each consumer warp");
     static constexpr bool LONG_ROWS = true;
-    static constexpr int HALF_COLUMNS = BN / 2;  // of the tile, with INTERLEAVED
+    static constexpr int HALF_COLUMNS = BN / 2;  // columns of half a tile, with INTERLEAVED
     const Params& params;
     const unsigned slots;   // shared address of the lane's part of the warp's first slot
     unsigned row0, column;  // the warp's first row, and the lane's first column
@@ -62,8 +62,8 @@ struct ActivateBwdRows : EpilogueBase {
         : params(params),
           slots(shared_address(dynamic_shared) + SPARE + consumer_warp() * SLOTS * SLOT_BYTES + (threadIdx.x & 31) * 16) {}
 
-    // The address of the lane's columns in the warp's row `row`: at() in a matrix of HALVES * N columns, pairs_at() in one of N
-    // pairs.
+    // Both return the address of the lane's columns in the warp's row `row`: at() in a matrix of HALVES * N columns, pairs_at()
+    // in one of N pairs.
     template <int HALVES, class T>
     __device__ __forceinline__ T* at(T* matrix, int row) const {
         return matrix + (uint64(row0 + row) * unsigned(HALVES * params.columns) + column);
@@ -117,7 +117,7 @@ struct ActivateBwdRows : EpilogueBase {
             if (INTERLEAVED) take_pairs_apart(a, b);
         }
     }
-    // grad_y_swi of the lane's columns of row `row`, from the finished tile.
+    // Returns grad_y_swi of the lane's columns of row `row`, from the finished tile.
     __device__ __forceinline__ Row8<element> grad_row(int row) const {
         const int lane = threadIdx.x & 31;
         if constexpr (!INTERLEAVED) return finished.get(row, lane);

@@ -58,7 +58,7 @@ struct StoreTokenRows : EpilogueBase {
     static __device__ __forceinline__ bool is_read(const Params&, int64) { return true; }
 #endif
     int column;     // the lane's first column
-    place_t place;  // where the warp's row lane % 16 goes
+    place_t place;  // place that the warp's row lane % 16 goes to
     float weight;   // the router weight of its token
 
     __device__ __forceinline__ explicit StoreTokenRows(const Params& params) : params(params) {}
@@ -109,7 +109,7 @@ struct ActivateRows : EpilogueBase {
     static constexpr int LANE_ROWS = FP8_SAVED || FP8 ? 2 : 1;          // rows of a lane per call of next()
     static constexpr int STEP = 32 / LANES;                             // rows from one of a lane's rows to its next
     static constexpr int ROWS = LANE_ROWS * STEP;                       // rows of the warp per call of next()
-    static constexpr int VECTORS = LANE_ROWS * (1 + SPLIT);  // of a lane: gate and up of its first row, then of its second
+    static constexpr int VECTORS = LANE_ROWS * (1 + SPLIT);  // a lane's: gate and up of its first row, then of its second
     using Shared = SharedScaling<VECTORS>;
     using SharedY = SharedScaling<LANE_ROWS>;
     const Params& params;
@@ -232,7 +232,7 @@ struct ActivateRows : EpilogueBase {
 template <class Params>
 struct ActivatePairs : EpilogueBase {
     static constexpr bool PAIRS = true, SQUARE = true;
-    static constexpr int ROWS = 2;  // of the warp per call of next()
+    static constexpr int ROWS = 2;  // rows of the warp per call of next()
     // FP8_SAVED: as many lanes have the scale of gate of the first row, then that of up, then the same for the second row.
     static constexpr int SCALE_LANES = 32 / (2 * ROWS);
     static_assert(!FP8_SAVED || BN / 2 == GROUP_COLUMNS, "a warp has one group of gate and one of up");

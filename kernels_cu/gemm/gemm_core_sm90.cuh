@@ -9,7 +9,7 @@
 #include "pipeline_sm90.cuh"
 #include "tile_raster.cuh"
 
-constexpr int FRAGMENTS = BN / 8;                // of a warp's accumulators: 16 x 8 each, of which a lane has 4 floats
+constexpr int FRAGMENTS = BN / 8;                // a warp's accumulators: 16 x 8 each; a lane has 4 floats of one
 constexpr int ROW_BYTES = BN * sizeof(element);  // a row of a finished tile
 constexpr int WARP_TILE_BYTES = WARP_ROWS * ROW_BYTES;
 constexpr int WGMMA_K = 32 / sizeof(operand);
@@ -57,7 +57,7 @@ struct EpilogueBase {
     static constexpr bool SQUARE = false;         // also works with tiles of 192 x 192
     static constexpr bool LONG_ROWS = false;      // a row takes longer than a k-step's wgmma; see main_loop
     const FinishedRows finished;
-    int rows = 0, done = 0;  // of this warp's rows: how many the tile has, and how many are done
+    int rows = 0, done = 0;  // numbers of this warp's rows that the tile has, and that are done
     __device__ __forceinline__ void end() {}
     static constexpr bool SCALES_ROWS = false;  // FP8: the epilogue multiplies rows by their scales; else scale_rows does
     __device__ __forceinline__ void take_scales(const float*, float) {}

@@ -30,7 +30,7 @@
 // of one segment.
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
-// memory. With CLUSTER_CTAS = 2 an even number of CTAs, in clusters of 2. A tile has BM = 128 rows and BN = 256 columns of the
+// memory. With CLUSTER_CTAS = 2 it has an even number, in clusters of 2. A tile has BM = 128 rows and BN = 256 columns of the
 // products. In up_fwd of gated layers these are 128 columns of gate, then 128 of up, or 128 pairs. StoreRows and ActivatePairs
 // also work with BM = BN = 192, row_tiles of square_tiles.cu, and warpgroup 3 as a third one of consumers.
 //
@@ -286,7 +286,7 @@ __device__ __forceinline__ WorkTile read_by_lane_0(const WorkTile& tile) {
 }
 
 extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedGemmParams p) {
-    const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // of the CTA in its cluster
+    const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // rank of the CTA in its cluster
     const unsigned taken_barriers = shared_address(taken_storage);
     const int column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = p.row_tiles[0] * column_tiles;
     Scheduler scheduler({unsigned(column_tiles)}, p.row_tiles, p.expert_token_offsets, tiles);  // used by the producer

@@ -187,7 +187,7 @@ struct UnroundedTile : EpilogueBase {
 #if OTHERS
 constexpr int MAX_OTHERS = 7;
 
-// With OTHERS: as RoundedTile, but adds the parts of other GPUs to a row. Its loads are issued one row ahead.
+// With OTHERS it does what RoundedTile does, and adds the parts of other GPUs to a row. Its loads are issued one row ahead.
 struct SummedTile : EpilogueBase {
     const GroupedWgradParams& p;
     OUT* out;

@@ -40,7 +40,7 @@ __device__ __forceinline__ void scale_rows(float (&acc)[32][4], const float* row
 
 // The scales of the lane's rows, lane / 4 and + 8 of the warp's 16, loaded one k-step ahead. a_scales: (k-steps, ld) fp32.
 struct RowScales {
-    const float* low;  // of row lane / 4
+    const float* low;  // scales of row lane / 4
     const int64 ld;
     const int apart;          // elements from this row's scale to the other's
     const int segment_steps;  // k-steps of a K segment; each segment's part of the weight has its own scale

@@ -40,7 +40,7 @@ struct SharedScaling {
 
     // The vector whose scale this lane computes.
     static __device__ __forceinline__ int vector() { return threadIdx.x % GROUP_LANES / LANES; }
-    // Whether this lane stores its scale to memory.
+    // True if this lane stores its scale to memory.
     static __device__ __forceinline__ bool stores() { return threadIdx.x % LANES == 0; }
     // The factor of vector i, from a lane that has computed it.
     static __device__ __forceinline__ float factor(const Scaling& mine, int i) {

@@ -41,7 +41,7 @@ struct TileOrder {
         return {entry.x, row, static_cast<int>(group.within / group.height), min(BM, end_row - row)};
     }
 
-    // Whether tile index ^ 1 has the same expert and columns. It returns false if the two tiles are in different groups.
+    // Returns whether tile index ^ 1 has the same expert and columns, and false if the two tiles are in different groups.
     __device__ __forceinline__ bool shares_columns(int index, int2 entry, int first_row, int end_row) const {
         const Group group = group_of(index, entry, first_row, end_row);
         return (group.within + 1 - 2 * (index & 1)) / group.height == group.within / group.height;
@@ -63,7 +63,7 @@ struct TileScheduler {
     WorkTile current;
     bool multicast = false;            // the other CTA's tile has the same expert and columns
     int2 next_entry, entry_after;      // (expert, first row)
-    int next_first_row, next_end_row;  // of the next tile's expert
+    int next_first_row, next_end_row;  // rows of the next tile's expert
 
     // list: row_tiles, (T + 1, 2) int32, whose first entry is (number of row tiles, BM). tiles: row tiles times column tiles.
     __device__ __forceinline__ TileScheduler(Order order, const int* list, const int* expert_token_offsets, int tiles)

@@ -4,7 +4,7 @@
 // rank packs rows to send, and a rank loads only the rows that have one of its experts.
 //   pull_slots   loads the ids and router weights of all ranks' slots, and finds the rows that have an expert of this rank
 //   pull_rows    loads these rows
-//   pull_scaled_rows  likewise, of e4m3 with a scale for each row (fp8.cuh)
+//   pull_scaled_rows  does the same for e4m3 with a scale for each row (fp8.cuh)
 //   pull_sum     sums each token of this rank over the ranks that have one of its experts, in the order of ranks, in fp32
 //   pull_values  loads each slot's value, such as the gradient of its router weight, from the rank that has its expert
 // Rank r has the experts from r * experts_per_peer to (r + 1) * experts_per_peer. An id below 0, or from P * experts_per_peer

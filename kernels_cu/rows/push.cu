@@ -2,7 +2,7 @@
 // which NVLink makes addressable. The paper has one GPU, whose sums aggregation.cu computes (sections 2.3 and 3.1, and section
 // 3.2, step 3). Here the sums of this rank's experts are one of P terms of a token's result, and pull_sum (pull.cu) adds them up
 // on the token's rank. Each rank has a buffer that all ranks map. Before a launch the caller needs a barrier among the GPUs, after
-// which nobody reads the rows that are written; after it another one, so that the ranks see what was written.
+// which no rank reads the rows that are written. After the launch it needs another, so that the ranks see what was written.
 //
 // Launch: grid (P * (rows_per_peer / TOKENS_PER_BLOCK, rounded up), columns / PANEL_COLUMNS, rounded up); one warp per token,
 // TOKENS_PER_BLOCK warps per block. Blocks take the ranks in turn, so that links and local memory are busy at the same time. Lane
