@@ -65,7 +65,7 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers would take it for a module that has every name
 
     def __getattr__(name: str) -> object:
-        if name in ("MoE", "moe"):  # what a user of torch looks for
+        if name in ("MoE", "moe"):  # names that a user of torch looks for
             right = f"'from moeblaze_cupy.interop.torch import {name}'"
             raise ImportError(f"moeblaze_cupy: {name}: expected {right}, got an import from moeblaze_cupy itself")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,16 +11,16 @@ from moeblaze_cupy.tools.command import integer, run_guarded
 from moeblaze_cupy.types import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
 
 BIAS_DTYPES = ("weights", "float32")
-DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
+DTYPES = ("float32", "bfloat16", "float16")  # dtypes of the kernels
 ORDERS = ("row", "transposed")
-GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows
+GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # GPUs whose limits `explain` knows
 TIERS = ("sm80", "sm90")
 SCRIPT = "moeblaze"  # the command that an installation brings
-MAX_WIDTH = 2**18  # of d and h: wider than any model's; the portable kernels have a launch per 256 of d's columns
+MAX_WIDTH = 2**18  # bounds d and h, wider than any model's; the portable kernels have a launch per 256 of d's columns
 
 
 def _add_layer(parser: argparse.ArgumentParser) -> None:
-    """A layer and its tokens: sizes, activation, dtype, memory order."""
+    """Adds the options of a layer and its tokens: sizes, activation, dtype, memory order."""
     parser.add_argument("--tokens", type=integer(1), required=True, metavar="L", help="tokens per step")
     for option, letter, meaning, most in (
         ("--d-model", "d", "model width", MAX_WIDTH),
@@ -125,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit code, as `run_guarded` has them. Without one it prints the help.
+    """Runs one subcommand; returns its exit code, see `run_guarded`. Without a subcommand it prints the help.
 
     argparse raises SystemExit for options it cannot read.
     """

@@ -51,17 +51,17 @@ class CopyEngines:
             got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
             raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
         place = dist.get_rank(group), len(gpus)
-        self._gathers: weakref.WeakValueDictionary[int, AllGather] = weakref.WeakValueDictionary()  # by module's id
+        self._gathers: weakref.WeakValueDictionary[int, AllGather] = weakref.WeakValueDictionary()  # module's id as key
         self._group, self._memory = group, Memory(Peers(group), *place, group)
         self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), GradientSums(Peers(group), *place)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the buffers on this rank, which torch.cuda does not count."""
+        """Returns the bytes of the buffers on this rank, which torch.cuda does not count."""
         return self._memory.nbytes + self.reduce_scatter.peers.nbytes + self._sums.peers.nbytes
 
     def attach(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
-        """Has the parameters of these modules travel by copy engines, but not those of sharded modules within them.
+        """Makes the parameters of these modules travel by copy engines, but not those of sharded modules within them.
 
         All ranks call it at the same point, between steps, when the parameters have their memory, and again after
         `load_state_dict(assign=True)` or a conversion of the module. Large parameters whose first dimension the ranks
@@ -69,14 +69,14 @@ class CopyEngines:
         a rank's part moves to memory that the other ranks read; optimizers and state dicts see the same parameters. No
         parameter may change between `unshard` and `reshard`, as a gathered weight has that memory too.
         in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3, with the
-        same results. Each rank quantises its own experts. Whatever else than the module's forward reads the gathered
-        parameters raises RuntimeError. Modules with accumulate_into_main_grad are left.
+        same results. Each rank quantises its own experts. Any other reader of the gathered parameters than the
+        module's forward raises RuntimeError. Modules with accumulate_into_main_grad are left out.
         stores_gradients: on at most 8 ranks, `moe` and `MoE` store the gradients of other ranks' experts in the memory
         of those ranks, and add what others have stored to those of this rank. A rank rounds its part to the products'
-        dtype; the sum is in float32 and rounded once to the parameter's dtype. FSDP2 reduces gradients as before where
+        dtype; the sum is in float32 and rounded once to the parameter's dtype. FSDP2 reduces gradients as before if
         they add up on each rank first (`set_requires_gradient_sync(False)`), or a hook is to see them. All ranks have
         to call the layer equally often in a module's forward, with the same hooks and dispatch modes, all or none in
-        compiled code. Else they would wait for each other.
+        compiled code. They would wait for each other otherwise.
         Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2, and
         ValueError for one that is not sharded over this group alone, or over fewer ranks after forward. No module is
         changed then.
@@ -110,7 +110,7 @@ class CopyEngines:
             module.set_custom_reduce_scatter(self.reduce_scatter)
 
     def _group_of(self, module: Any) -> Group | None:
-        """The group of a module's parameters; None if all are of modules in it."""
+        """Returns the group of a module's parameters; None if all are of modules in it."""
         if not hasattr(module, "set_custom_all_gather"):
             expected = "modules after fully_shard, of a torch with set_custom_all_gather"
             raise checks.bad_type("CopyEngines.attach", "modules", expected, type(module))
@@ -131,8 +131,8 @@ class ReduceScatter:
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
         self.peers, self._rank, self._size = peers, rank, size
-        self._is_next = True  # memory to be allocated is for what is to be reduced
-        self._done: Moment | None = None  # since when nobody reads what was reduced last
+        self._is_next = True  # the next allocated memory is for gradients to be reduced
+        self._done: Moment | None = None  # the moment since which no rank reads what was reduced last
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory that other ranks read for the input, and then memory of torch for the result."""
@@ -154,7 +154,7 @@ class ReduceScatter:
         offered = self.peers.offer("gradients", [input_tensor], len(input_tensor))[0]
         places = input_tensor.view(self._size, -1)
         total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
-        parts: Any = places.new_empty(places.shape) if self._size > 2 else {1 - self._rank: total}  # by rank
+        parts: Any = places.new_empty(places.shape) if self._size > 2 else {1 - self._rank: total}  # parts by rank
         for rank in others(self._rank, self._size):
             parts[rank].copy_(offered.at[rank].view_as(places)[self._rank])
         self.peers.close()

@@ -19,17 +19,17 @@ from moeblaze_cupy.types import Fp8Weights
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-BACKWARD, FORWARD = 0, 1  # orientations, by what reads them: of the layer's weight, and of the parameter
-READ = {"FORWARD": {FORWARD}, "PRE_BACKWARD": {BACKWARD}}  # of what FSDP2 gathers in these states; of others both
-SAME = (aten.detach, aten.alias, aten.as_strided)  # what FSDP2 and Parameter call, of all of a tensor
-LEAST_BYTES = 2**26  # of a parameter in bfloat16, from which e4m3 gains more than its calls take the host
-LIKE = (aten.zeros_like, aten.ones_like, aten.empty_like, aten.new_zeros, aten.new_empty)  # that read no numbers
+BACKWARD, FORWARD = 0, 1  # orientations by their readers: the layer's weight, and the parameter
+READ = {"FORWARD": {FORWARD}, "PRE_BACKWARD": {BACKWARD}}  # orientations gathered in FSDP2's states; others have both
+SAME = (aten.detach, aten.alias, aten.as_strided)  # functions that FSDP2 and Parameter call on all of a tensor
+LEAST_BYTES = 2**26  # bytes of a bfloat16 parameter from which e4m3 gains more than its calls take the host
+LIKE = (aten.zeros_like, aten.ones_like, aten.empty_like, aten.new_zeros, aten.new_empty)  # they read no numbers
 
 
 class Gathered(Fp8Weights):
     """The weights of a layer whose parameters came in e4m3. Arrays that forward does not read have undefined values.
 
-    in_backward: returns, for a save policy, arrays of the shapes and strides of w1 and w2, and `Fp8Weights` with what
+    in_backward: returns, for a save policy, arrays of the shapes and strides of w1 and w2, and the `Fp8Weights` that
     backward reads. Autograd saves none of these, as they may lie elsewhere by then.
     """
 
@@ -40,7 +40,7 @@ class Gathered(Fp8Weights):
 class Part(Shard):
     """A rank's part of one of the two weights of `Experts`.
 
-    local (E / ranks, N, K): of any float dtype, rounded to bfloat16 first, as FSDP2 does. halves: the parts of N that
+    local (E / ranks, N, K): any float dtype, rounded to bfloat16 first, as FSDP2 does. halves: the parts of N that
     have a scale each.
     """
 
@@ -49,13 +49,13 @@ class Part(Shard):
         number, N, K = local.shape
         of_e4m3 = tuple((shape, torch.uint8) for shape in ((number, K, N), (number, N, K)))
         self.forms = (*of_e4m3, ((number, halves), torch.float32))
-        # What autograd and the layer's checks look at: a shape, strides and an address, without memory for its numbers.
+        # Autograd and the layer's checks look at this: a shape, strides and an address, without memory for its numbers.
         self.whole = local.new_empty((memory.size * number, N, K), dtype=torch.bfloat16)
         self.weight = self.whole.transpose(1, 2)
         self.whole.untyped_storage().resize_(16)
         self.inner, self._here = [], {BACKWARD, FORWARD}
         self._arrays: list[Whole] = []
-        self._state, self._read = "", dict[str, set[int]]()  # FSDP2's in a gather; by it, what was read of such gathers
+        self._state, self._read = "", dict[str, set[int]]()  # FSDP2's state in a gather; orientations read, by state
         self.keep(memory, local, torch.bfloat16)
 
     def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
@@ -72,7 +72,7 @@ class Part(Shard):
         """Does what `Shard.offer` does. The second of the two parts quantises both."""
         self._state = self.experts.state()
         here = self._here = set(self._read.setdefault(self._state, set(READ.get(self._state, (BACKWARD, FORWARD)))))
-        for orientation in {BACKWARD, FORWARD} - here:  # which a gather that failed may have left
+        for orientation in {BACKWARD, FORWARD} - here:  # rooms that a failed gather may have left
             self._arrays[orientation].free()
         self.inner[:] = [self._arrays[i].freed_by_fsdp for i in (2, *sorted(here))]
         self.experts.offer(self, [room.own for room in rooms])
@@ -128,7 +128,7 @@ class Experts:
             mb.quantize_weights(w1, w2, Fp8Weights(**named, amax=self._amax))
 
     def have(self, w1: Any, w2: Any) -> bool:
-        """Whether these two parameters are what was gathered."""
+        """Returns whether these two parameters are those that were gathered."""
         return all(getattr(w, "part", None) is part for w, part in zip((w1, w2), self.parts, strict=True))
 
     def weights(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Gathered]:
@@ -194,7 +194,7 @@ class InE4m3(Tensor):
 
 
 def parts_of(straight: Mapping[Parameter, torch.dtype], group: Group, memory: Memory) -> dict[Parameter, Part]:
-    """Returns the parts of a group's parameters that travel in e4m3. straight: of `straight_of`, or none of them."""
+    """Returns the parts of a group's parameters that travel in e4m3. straight: those of `straight_of`, or none."""
     by_module: dict[Any, dict[str, Parameter]] = {}
     for parameter in group.parameters:
         if parameter.name not in getattr(parameter.module, "travel_in_e4m3", ()):
@@ -212,7 +212,7 @@ def parts_of(straight: Mapping[Parameter, torch.dtype], group: Group, memory: Me
 
 
 def attach_parts(group: Group, parts: Mapping[Parameter, Part]) -> None:
-    """Has modules use what `parts_of` found, and those of which it found nothing their parameters."""
+    """Makes modules use the parts that `parts_of` found, and modules without any use their parameters."""
     for parameter in group.parameters:
         if parameter.name in getattr(parameter.module, "travel_in_e4m3", ()):
             parameter.module.gather_in_e4m3(parts[parameter].experts if parameter in parts else None)

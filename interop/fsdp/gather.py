@@ -1,6 +1,6 @@
 """Experimental: all-gathers of FSDP2 by copy engines, which bring large parameters straight to where they are read.
 
-FSDP2 would copy a rank's shards into one buffer, and on the stream of the products what was gathered out of it. For
+FSDP2 would copy a rank's shards into one buffer, and gathered parameters out of it on the stream of the products. For
 tensors with the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather` it leaves the place of a parameter to them.
 """
 
@@ -15,7 +15,7 @@ from moeblaze_cupy.interop.parallel.peers import Form, others
 from moeblaze_cupy.interop.torch import sums as torch_sums
 
 Tensor = torch.Tensor
-STRAIGHT_BYTES = 2**25  # of a parameter, from which the copies take longer than the calls that avoid them
+STRAIGHT_BYTES = 2**25  # bytes of a parameter from which the copies take longer than the calls that avoid them
 
 
 class Shard:
@@ -25,14 +25,14 @@ class Shard:
     Otherwise each all-gather writes it to a buffer that they read.
     """
 
-    forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
-    part: Shared | None = None  #: what the other ranks read, if it is the parameter's own memory
+    forms: tuple[Form, ...] = ()  #: forms of arrays that each all-gather writes to a buffer for the other ranks
+    part: Shared | None = None  #: the array that the other ranks read, if it is the parameter's own memory
     gather: "AllGather | None" = None
-    owner: Any = None  #: `fsdp_sums.ShardReducer` of what has this part's gradient, for `torch_sums`
-    name = ""  #: of the parameter in its module
-    stream: Any = None  #: of what reads the whole parameter
-    whole: Tensor  #: as products read it
-    inner: list[Tensor]  #: what has memory while the parameter is whole, which FSDP2 then frees
+    owner: Any = None  #: the `fsdp_sums.ShardReducer` of this part's gradient, for `torch_sums`
+    name = ""  #: the parameter's name in its module
+    stream: Any = None  #: the stream of the whole parameter's readers
+    whole: Tensor  #: the form that products read
+    inner: list[Tensor]  #: tensors that have memory while the parameter is whole; FSDP2 frees it after that
     _whole: Whole | None = None
 
     def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
@@ -47,10 +47,10 @@ class Shard:
     def keep(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
         """Keeps this rank's part. dtype: the whole parameter's."""
         self._memory, self.local = memory, local
-        self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # that its own all-gather has something
+        self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # something for its own all-gather
 
     def hook(self, parameter: Parameter) -> None:
-        """Has FSDP2 call this shard's hooks for its parameter."""
+        """Makes FSDP2 call this shard's hooks for its parameter."""
         local, self.name = self.local, parameter.name
         torch_sums.register(self.whole, self)
         local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
@@ -77,7 +77,7 @@ class Shard:
 
     @property
     def is_there(self) -> bool:
-        """Whether the whole parameter has memory. If not, other modules may have it."""
+        """Returns whether the whole parameter has memory. If not, other modules may have it."""
         return self._whole is not None and self._whole.is_there
 
     def expect_there(self) -> None:
@@ -86,7 +86,7 @@ class Shard:
             raise RuntimeError(f"CopyEngines: {self.name}: expected {expected}, got {got}")
 
     def made(self) -> Tensor:
-        """Returns what FSDP2 makes the whole parameter of."""
+        """Returns the tensor of which FSDP2 makes the whole parameter."""
         return self.whole.data  # autograd counts the writes to a tensor that it has saved; this has a count of its own
 
     def __deepcopy__(self, memo: Any) -> "Shard":
@@ -132,20 +132,20 @@ class AllGather:
     """
 
     def __init__(self, memory: Memory, shards: list[Shard], group: Group | None) -> None:
-        """All ranks call it together. group: None for a module without parameters of its own."""
+        """Gives shards memory. All ranks call it together. group: None for a module without parameters of its own."""
         self._memory, self.shards, self._group = memory, shards, group
         self._rooms: dict[Shard, list[Shared]] = {}
-        self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.offer`
+        self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # the copies to do, from `Shard.offer`
         self.bank = memory.next_bank(shards)
-        self.has_moved = False  #: from the bank that it had first
-        self.was_captured = False  #: in a CUDA graph, which has the addresses
+        self.has_moved = False  #: it has left the bank that it had first
+        self.was_captured = False  #: a CUDA graph captured it and has the addresses
         for shard in shards:
             shard.gather = self
         self._settle()
 
     def _settle(self) -> None:
-        """Gives what is gathered memory of the bank, and the parts buffers."""
-        is_kept = self._group is not None and self._group.stays_gathered  # after forward
+        """Gives gathered parameters memory of the bank, and the parts buffers."""
+        is_kept = self._group is not None and self._group.stays_gathered  # it stays gathered after forward
         for name, shard in enumerate(self.shards):
             forms, device = enumerate(shard.forms), shard.local.device
             rooms = [self._memory.room(self.bank, (name, i), form, device) for i, form in forms]
@@ -169,7 +169,7 @@ class AllGather:
         self._settle()
 
     def give_up(self) -> None:
-        """Frees what a call that failed has not handed to FSDP2."""
+        """Frees the memory that a failed call has not handed to FSDP2."""
         for shard in self._started:
             self._memory.free(shard)
         self._started = {}
@@ -191,7 +191,7 @@ class AllGather:
         pairs = [(whole.parts[rank], at[rank]) for whole, at in copies if not whole.own_is_mapped]
         if places[rank].data_ptr() != own.data_ptr():
             pairs.append((places[rank], own))
-        wait_for_own = memory.peers.copy(pairs) if pairs else None  # beside the others, which come over links
+        wait_for_own = memory.peers.copy(pairs) if pairs else None  # they run beside the others, which use links
         for other in others(rank, memory.size):
             places[other].copy_(offered.at[other])
             for whole, at in copies:
@@ -203,7 +203,7 @@ class AllGather:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether FSDP2 let go of the result unread, as when it prefetched a module that did not run."""
+        """Returns whether FSDP2 let go of the result unread, as when it prefetched a module that did not run."""
         return not (self._started or (self._group is not None and self._group.is_gathered))
 
 
@@ -215,7 +215,7 @@ def other_parameters() -> RuntimeError:
 
 
 def straight_of(group: Group, size: int) -> dict[Parameter, torch.dtype]:
-    """The parameters of a group that are large enough to travel by hooks and can, and in which dtype they do."""
+    """Returns a group's parameters that are large enough to travel by hooks and can, and their dtype on the way."""
     found: dict[Parameter, torch.dtype] = {}
     for parameter in group.parameters:
         local = parameter.local

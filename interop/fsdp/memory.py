@@ -12,11 +12,11 @@ from moeblaze_cupy.interop.parallel.pages import Descriptors, Pages
 from moeblaze_cupy.interop.parallel.peers import Form, Peers, PeerTensor, shared_memory
 
 Tensor = torch.Tensor
-BANKS = 2  # at least: the next all-gather writes one while the other is read
+BANKS = 2  # the fewest: the next all-gather writes one while the other is read
 
 
 def _stream_of_its_own(device: torch.device) -> tuple[Any, Any]:
-    """Returns a stream that nobody else has, and what keeps it.
+    """Returns a stream that has no other user, and the object that keeps it.
 
     torch hands out 32 streams in turn, so one of torch's may be a caller's as well.
     """
@@ -29,18 +29,18 @@ def _stream_of_its_own(device: torch.device) -> tuple[Any, Any]:
 
 
 class Bank:
-    """Memory that some modules' whole parameters have, of one module at a time."""
+    """Memory that some modules' whole parameters have, one module at a time."""
 
     def __init__(self) -> None:
         self.used = 0  #: the number of the all-gather that had it last
         self.holder: weakref.ref[Any] | None = None  #: its `AllGather`
-        self.freed: list[Moment] = []  #: since when nobody reads what FSDP2 has freed
-        self.pool: tuple[Any, Any] | None = None  #: a stream that runs nothing, of whose memory arrays are; its keeper
+        self.freed: list[Moment] = []  #: moments since which no rank reads what FSDP2 has freed
+        self.pool: tuple[Any, Any] | None = None  #: a stream that runs nothing, whose memory arrays have; its keeper
         self._blocks: dict[tuple[Any, int], Physical] = {}
 
     @property
     def nbytes(self) -> int:
-        """The bytes that torch.cuda does not count."""
+        """Returns the bytes that torch.cuda does not count."""
         return sum(nbytes for _, nbytes in self._blocks)
 
     def block(self, name: Any, nbytes: int, device: int) -> Physical:
@@ -51,9 +51,9 @@ class Bank:
 
 
 class Memory:
-    """What all-gathers of the same ranks share: banks of memory for whole parameters, which modules have in turn.
+    """The shared state of all-gathers of the same ranks: banks of memory for whole parameters, used by modules in turn.
 
-    FSDP2 frees a whole parameter when the host has called what reads it, which the GPU may not have run. So an
+    FSDP2 frees a whole parameter when the host has called its readers, which the GPU may not have run. So an
     all-gather first waits for the readers of what was freed in its bank. The module that runs meanwhile has another
     bank. If FSDP2 gathers a module whose bank another one still holds, the module moves to another bank for good.
     A module is its `gather.AllGather` here, and its large parameters are `gather.Shard`.
@@ -61,21 +61,21 @@ class Memory:
 
     def __init__(self, peers: Peers, rank: int, size: int, group: Any) -> None:
         self.peers, self.rank, self.size, self._group = peers, rank, size, group
-        self._capture = 0  # in a CUDA graph, of the last all-gather
+        self._capture = 0  # the last all-gather's capture in a CUDA graph
         self._opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
         self._ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
-        self._last: Bank | None = None  # of the last all-gather
+        self._last: Bank | None = None  # the last all-gather's bank
         self._first: Any = None  # the stream of this all-gather's first part
         self._banks = [Bank() for _ in range(BANKS)]
         self._modules = self._gathers = 0
-        # Of those that have memory. Not by weak references, as ranks collect garbage at different times.
+        # Parameters that have memory. References are not weak, as ranks collect garbage at different times.
         self._used: dict[Any, Bank] = {}
         self._descriptors: Descriptors | None = None
         self._rooms: dict[tuple[Any, ...], Shared] = {}
 
     @property
     def nbytes(self) -> int:
-        """The bytes that torch.cuda does not count."""
+        """Returns the bytes that torch.cuda does not count."""
         rooms = sum(room.own.nbytes for room in self._rooms.values())
         return self.peers.nbytes + rooms + sum(bank.nbytes for bank in self._banks)
 
@@ -83,7 +83,7 @@ class Memory:
         """Makes an array of each rank that the others read. All ranks call it together."""
         shape, dtype = form
         nbytes = dtype.itemsize * torch.Size(shape).numel()
-        with torch.inference_mode(False):  # what inference allocates training writes, too
+        with torch.inference_mode(False):  # training also writes memory that inference allocates
             if device.type == "cuda" and nbytes % granularity(device.index) == 0:
                 if self._descriptors is None:
                     self._descriptors = Descriptors(self._group)
@@ -127,7 +127,7 @@ class Memory:
         bank.freed.clear()
         if self._ended is not None and self._ended[0] != stream:  # barriers have one order, on whatever stream they run
             self._ended[1].wait(stream)
-        if capture != self._capture:  # what ran before a replay, or an eager call, is not what came before it here
+        if capture != self._capture:  # a replay, or an eager call, need not follow the call that is before it here
             self._capture = capture
             self.peers.meet()
         gather.was_captured = gather.was_captured or bool(capture)
@@ -139,7 +139,7 @@ class Memory:
 
     def offer(self, own: Tensor, bank: Bank) -> PeerTensor:
         """Waits until all ranks offer an array of the all-gather, and with it what its shards have written."""
-        offered = self.peers.offer(f"parameters {self._gathers % 2}", [own], len(own))[0]  # of two kinds in turn
+        offered = self.peers.offer(f"parameters {self._gathers % 2}", [own], len(own))[0]  # two kinds take turns
         self._opened, self._last = Moment(getattr(torch, own.device.type).current_stream()), bank
         return offered
 
@@ -153,7 +153,7 @@ class Memory:
         self._ended = self._first, Moment(getattr(torch, device.type).current_stream())
 
     def _is_held(self, bank: Bank, gather: Any) -> bool:
-        """Whether another module holds the bank."""
+        """Returns whether another module holds the bank."""
         holder = None if bank.holder is None else bank.holder()
         return holder is not None and holder is not gather and any(shard in self._used for shard in holder.shards)
 
@@ -179,9 +179,9 @@ class Memory:
         self._used.pop(shard, None)
 
     def note_freed(self, stream: Any) -> None:
-        """Notes what FSDP2 has freed: from now on nothing that reads it is launched. stream: the caller's.
+        """Notes the memory that FSDP2 has freed: from now on nothing that reads it is launched. stream: the caller's.
 
-        Frees what FSDP2 has dropped unread.
+        It frees the parameters that FSDP2 has dropped unread.
         """
         for shard in [shard for shard in self._used if shard.gather.is_dropped and shard.is_there]:
             self.free(shard)
@@ -196,16 +196,16 @@ class Shared(NamedTuple):
     """An array of this rank that the other ranks read."""
 
     own: Tensor
-    at: list[Tensor]  #: by rank
-    pages: Physical | None  #: what can have further addresses
-    handle: Any  #: of symmetric memory without them, which lives as long
+    at: list[Tensor]  #: arrays by rank
+    pages: Physical | None  #: memory that can have further addresses
+    handle: Any  #: handle of symmetric memory without such addresses, which lives as long
 
 
 class Place(NamedTuple):
-    """Where a module's whole parameters have memory."""
+    """The place where a module's whole parameters have memory."""
 
     bank: Bank
-    copied: bool  #: this rank's part, as FSDP2 keeps the whole after forward, while the part may change
+    copied: bool  #: this rank's part is copied, as FSDP2 keeps the whole after forward, while the part may change
 
 
 class Whole:
@@ -217,12 +217,12 @@ class Whole:
     """
 
     def __init__(self, memory: Memory, part: Shared, place: Place, name: Any, remains: bool = False) -> None:
-        """part: this rank's. name: the array's in its module. remains: a small array, whose memory is never freed."""
+        """Takes this rank's part. name: the array's in its module. remains: it is small; its memory is never freed."""
         own = part.own
         self._memory, self._name = memory, name
         self._at: tuple[Place, int] | None = None
         self._addresses: Addresses | None = None
-        self.own_is_mapped = False  #: so that it needs no copy
+        self.own_is_mapped = False  #: this rank's part needs no copy then
         shape = memory.size * len(own), *own.shape[1:]
         if part.pages is not None:
             self._addresses = Addresses(memory.size, own.nbytes, own.device.index)
@@ -231,7 +231,7 @@ class Whole:
         else:
             self.array = own.new_empty(shape)
         self._remains = remains or self._addresses is not None
-        self.freed_by_fsdp = torch.empty(1, device="cpu") if self._remains else self.array  #: what FSDP2 frees
+        self.freed_by_fsdp = torch.empty(1, device="cpu") if self._remains else self.array  #: FSDP2 frees this
         self.parts = self.array.view(memory.size, *own.shape)
         self.free()
 
@@ -283,7 +283,7 @@ class Whole:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what runs on the current stream becomes part of a CUDA graph."""
+    """Returns whether work on the current stream becomes part of a CUDA graph."""
     return bool(capture_of(getattr(torch, device.type).current_stream()))
 
 

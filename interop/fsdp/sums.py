@@ -1,4 +1,4 @@
-"""Experimental: gradients of weights under FSDP2 that are summed where a rank has the weight, without a reduce-scatter.
+"""Experimental: gradients of weights under FSDP2, summed on the rank that has the weight, without a reduce-scatter.
 
 FSDP2 would copy a layer's gradients into one buffer on the stream of the products, have that reduced by a collective,
 and sum on multiprocessors that the next layer's products need. Here the products store the gradients of other ranks'
@@ -17,8 +17,8 @@ from moeblaze_cupy.interop.parallel.peers import Peers, others
 from moeblaze_cupy.layer import backward_api as backward
 
 Tensor = torch.Tensor
-TURNS = 2  # of memory: ranks may store a layer's gradients while another still reads those of the layer before
-MOST_RANKS = 8  # whose parts the kernel adds
+TURNS = 2  # turns of memory: ranks may store a layer's gradients while another still reads those of the layer before
+MOST_RANKS = 8  # most ranks whose parts the kernel adds
 
 
 class GradientSums:
@@ -31,7 +31,7 @@ class GradientSums:
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
         self.peers, self.rank, self.size, self._turn = peers, rank, size, 0
-        self._capture = 0  # in a CUDA graph, of the last sums
+        self._capture = 0  # the last sums' capture in a CUDA graph
 
     def sum(self, weights: Mapping[str, tuple[Tensor, bool, "ShardReducer"]], pending: Any) -> None:
         """Hands the reducers of "w1" and "w2", or of one of them, the sums of their gradients.
@@ -50,7 +50,7 @@ class GradientSums:
             ((self.size - 1, len(weight) // self.size, *weight.shape[1:]), weight.dtype)
             for weight, *_ in weights.values()
         )
-        arrays = [self.peers.arrays(of_turn, forms, device) for of_turn in kinds]  # all in the first step
+        arrays = [self.peers.arrays(of_turn, forms, device) for of_turn in kinds]  # all are made in the first step
         capture = capture_of(getattr(torch, device.type).current_stream())
         if capture != self._capture:  # a replay, or an eager step after some, may have the turn of the sums before it
             self._capture = capture
@@ -74,7 +74,7 @@ class GradientSums:
             self.peers.wait(kind, channels[name])
 
         ranks = [self.rank, *every]
-        # what hooks of saved tensors gave back may have another memory order than the parameter
+        # tensors from hooks of saved tensors may have another memory order than the parameter
         as_they_were = all((weight.stride(-1) != 1) == transposed for weight, transposed, _ in weights.values())
         places = totals, parts, at, signal, wait
         if not (as_they_were and backward.summed_weights(pending, needs, ranks, scale, *places)):
@@ -119,20 +119,20 @@ class ShardReducer:
     """Takes the summed gradient of this rank's part of a parameter of E experts that FSDP2 shards."""
 
     def __init__(self, sums: GradientSums, shard: Any, parameter: Parameter, group: Group) -> None:
-        """shard: a `gather.Shard`."""
+        """Reduces gradients of a `gather.Shard`."""
         self.sums, self._parameter, self._group = sums, parameter, group
         self.numel, self.dtype = shard.whole.numel(), parameter.local.dtype
         self.sums_with = id(sums), id(group)
 
     def is_of(self, variable: Any) -> bool:
-        """Whether a leaf of autograd is the whole parameter."""
+        """Returns whether a leaf of autograd is the whole parameter."""
         return self._parameter.is_whole(variable)
 
     def is_ready(self) -> bool:
-        """Whether it takes the gradient of this backward, which all ranks decide alike.
+        """Returns whether it takes the gradient of this backward, which all ranks decide alike.
 
-        False while gradients add up on each rank, if a hook is to see what FSDP2 reduces, or if FSDP2 also reduces what
-        has no gradient.
+        It is False while gradients add up on each rank, if a hook is to see what FSDP2 reduces, or if FSDP2 also
+        reduces parameters without a gradient.
         """
         return self._group.reduces_only_gradients and not self._parameter.has_other_gradients
 
@@ -146,7 +146,7 @@ class ShardReducer:
 
 
 def can_be_summed(parameter: Parameter, whole: Tensor, group: Group, size: int) -> bool:
-    """Whether a parameter's gradient can be stored and summed by the products. whole: in the products' dtype.
+    """Returns whether a parameter's gradient can be stored and summed by the products. whole: in the products' dtype.
 
     It cannot where other ranks have the same part, over which FSDP2 sums as well.
     """

@@ -1,7 +1,7 @@
 """The MoE layer with its experts on many GPUs, as one function of autograd, so that exchanges and products overlap.
 
 In forward the sizes, or the rows, travel while a shared expert is launched. In backward the gradient of x travels back
-while the gradients of the experts' weights are computed, but with route "pull", whose last kernels store it there.
+while the gradients of the experts' weights are computed, except with route "pull", whose last kernels store it there.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -75,7 +75,7 @@ def _check_arguments(
             raise TypeError(f"{function}: {name}: expected {expected}, got {weight.dtype} on {weight.device}")
     named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2}
     described = described_by_name(function, arrays.Torch, named)
-    for name in ("x", "ids", "weights"):  # which travel packed
+    for name in ("x", "ids", "weights"):  # these travel packed
         described[name].strides = (described[name].shape[1], 1)
     checks.layer(function, LayerArrays(*map(described.get, named)), options._replace(precision=None))
     of_fp8 = [arrays.Torch.describe(array) for array in fp8_checks.arrays_of(function, precision, fp8_weights)]
@@ -113,7 +113,7 @@ def _pieces(route: Route, local_ids: Tensor) -> Pieces:
 
 
 class Fp8Products(NamedTuple):
-    """The precision of products, and the caller's weights for it. keep: backward keeps what forward has quantised."""
+    """The precision of products, and the caller's weights for it. keep: forward's are kept for backward."""
 
     precision: str | None
     given: Fp8Weights | None
@@ -164,7 +164,7 @@ class _ExpertParallel(torch.autograd.Function):
         pieces, wait = _pieces(route, local_ids), route.wait
         if len(pieces) > 1 and save is not None:
             save = "recompute"
-        made = fp8_products.weights_of(w1, w2)  # once for all pieces
+        made = fp8_products.weights_of(w1, w2)  # made once for all pieces
         place = route.remote_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
@@ -221,7 +221,7 @@ class _ExpertParallel(torch.autograd.Function):
         experts = route.experts
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
         expect_gathered(gate, up, w2)
-        # Before rows are on their way, as `run_backward` would say it too late for those that travel.
+        # This comes before rows are on their way, as `run_backward` would raise too late for those that travel.
         read = {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
         described_by_name("expert_parallel_moe", arrays.Torch, read)
         kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
@@ -300,7 +300,7 @@ class _ExpertParallel(torch.autograd.Function):
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clips as `torch.nn.utils.clip_grad_norm_`, for DTensors on several meshes too. Returns the norm of all.
+    """Clips as `torch.nn.utils.clip_grad_norm_` does, for DTensors on several meshes too. Returns the norm of all.
 
     Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
     ranks: give one rank's experts as a DTensor. All ranks call it with the same parameters in the same order, so not
@@ -338,10 +338,10 @@ def expert_parallel_moe(
     keep_fp8_weights: bool = True,
     row_precision: str | None = None,
 ) -> Tensor:
-    """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
+    """Computes the MoE layer (L, d) with its experts over a group of ranks, differentiable in x, weights, w1 and w2.
 
     x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
-    "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
+    "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, for a DTensor its `.to_local()`.
     shared: a function of x whose result is added, such as a shared expert. It is launched while the sizes travel, or
     with route "pull" the rows. If it fails on a rank, that rank raises the error after its part of the forward, and the
     others get their results.
@@ -362,8 +362,8 @@ def expert_parallel_moe(
     """
     parts = pair(w1)
     gate, up = (*parts, None, None)[:2]
-    first, second, given = gate, up, w2  # as the caller has them
-    tokens = x  # as `shared` gets them
+    first, second, given = gate, up, w2  # the caller's form
+    tokens = x  # the tokens that `shared` gets
     are_tensors = torch_private.any_autocast() and all(isinstance(of, Tensor) for of in (x, weights, *parts, w2))
     if are_tensors and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights,) = torch_arguments.autocast(x.device.type, (x, gate, up, w2), (weights,))

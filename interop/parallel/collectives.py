@@ -13,7 +13,7 @@ from moeblaze_cupy.types import ACTIVATIONS, Activation
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SENT_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # in which rows travel, or router weights
+SENT_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # dtypes in which rows or router weights travel
 DEVICES = ("cpu", "cuda")
 PRECISIONS = (None, "fp8")
 REQUIRING = ("x", "weights", "experts", "y")  # a bit each in "requires_grad"
@@ -24,7 +24,7 @@ STEPS = (
     *("collect", "backward of collect", "backward of exchange", "backward of expert_parallel_moe"),
     "options of ExpertGroup",
 )
-# In the header's order. Other steps than the first have 0 for most.
+# The names are in the header's order. Steps other than the first have 0 for most.
 SAME = (
     *("failed", "step", "group", "call", "d", "k", "experts", "dtype", "weights", "device", "activation", "precision"),
     *("requires_grad", "tokens"),
@@ -57,8 +57,8 @@ class Pending:
 
 
 def in_bytes(rows: Tensor) -> Tensor:
-    """(n, columns) as (n, bytes): gloo has no bf16."""
-    if not rows.numel():  # those of NumPy and of torch's elementwise functions have strides that torch takes no view of
+    """Returns (n, columns) as (n, bytes), because gloo has no bf16."""
+    if not rows.numel():  # NumPy and torch's elementwise functions give these strides that allow no view
         return rows.new_empty((len(rows), rows.shape[1] * rows.itemsize), dtype=torch.uint8)
     return rows.view(torch.uint8)
 
@@ -75,7 +75,7 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], room:
 
 
 def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
-    """Gathers as many rows (n, columns) of each rank, by rank: (P*n, columns)."""
+    """Gathers equally many rows (n, columns) of each rank, by rank: (P*n, columns)."""
     rows, size = rows.contiguous(), dist.get_world_size(group)
     result = rows.new_empty((size * len(rows), *rows.shape[1:]))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -95,7 +95,7 @@ class PendingHeaders:
     """The headers of all ranks, on the way to the host while the device works on."""
 
     def __init__(self, gathered: Pending, is_cuda: bool = False) -> None:
-        """gathered: (P, n) int64, of which each rank has given a row. is_cuda: it is on the device."""
+        """Begins the copy. gathered: (P, n) int64, a row from each rank. is_cuda: it is on the device."""
         self._pending: Pending | None = gathered
         self._arrived: Any = None
         if is_cuda:

@@ -62,7 +62,7 @@ def _properties(device: int, exported: bool = False) -> bytes:
 
 @functools.cache
 def granularity(device: int) -> int:
-    """Returns the bytes of whose multiples mapped memory begins and ends."""
+    """Returns the granularity: mapped memory begins and ends at multiples of so many bytes."""
     found = ctypes.c_size_t()
     _call("cuMemGetAllocationGranularity", ctypes.byref(found), _properties(device), 0)
     return found.value
@@ -81,7 +81,7 @@ class Physical:
         handle = ctypes.c_ulonglong()
         create = "cuMemCreate", ctypes.byref(handle), nbytes, _properties(device, exported), 0
         if _status(*create) == _OUT_OF_MEMORY:
-            torch.cuda.empty_cache()  # what torch keeps for tensors to come
+            torch.cuda.empty_cache()  # memory that torch keeps for tensors to come
             if _status(*create) == _OUT_OF_MEMORY:
                 raise torch.OutOfMemoryError(f"CopyEngines: memory: expected {nbytes} bytes on GPU {device}, got none")
         if not handle.value:
@@ -105,7 +105,7 @@ class Addresses:
     """Addresses of a GPU for parts of equal size. The caller stops the GPU from using them before they end."""
 
     def __init__(self, parts: int, nbytes: int, device: int) -> None:
-        """nbytes: a part's, a multiple of the granularity."""
+        """Reserves addresses. nbytes: a part's, a multiple of the granularity."""
         while _to_free and not torch.cuda.is_current_stream_capturing():
             _free(*_to_free.pop())
         self._nbytes, self._device = nbytes, device
@@ -141,7 +141,7 @@ _to_free: list[tuple[int, int, list[bool], int]] = []  # arguments of `_free`
 
 
 def _free(start: int, nbytes: int, mapped: list[bool], device: int) -> None:
-    if torch.cuda.is_current_stream_capturing():  # which to wait for the GPU would end
+    if torch.cuda.is_current_stream_capturing():  # a wait for the GPU would end the capture
         _to_free.append((start, nbytes, mapped, device))
         return
     torch.cuda.synchronize(device)  # kernels may run that use it
@@ -154,7 +154,7 @@ def _free(start: int, nbytes: int, mapped: list[bool], device: int) -> None:
 def capture_of(stream: Any) -> int:
     """Returns the number of the capture in a CUDA graph that a stream of torch is in; 0 without one."""
     handle = getattr(stream, "cuda_stream", 0)
-    if not handle:  # of the CPU, or the default stream, which cannot be captured
+    if not handle:  # a stream of the CPU, or the default stream, which cannot be captured
         return 0
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     _call("cuStreamGetCaptureInfo", handle, ctypes.byref(status), ctypes.byref(number))

@@ -1,9 +1,9 @@
 """Experts on many GPUs: each token's row travels once to every rank that has an expert of it, and comes back summed.
 
-Over torch.distributed, NCCL or gloo. Rank r of P has the experts r*E/P to (r+1)*E/P - 1. What a rank receives it hands
-to the layer as it is: ids of other ranks' experts are absent slots, so no row is permuted or copied per slot. Received
-rows are in the order of source ranks, then tokens. That is the order of one process with all tokens, so the gradients
-of the experts' weights are sums in that order too.
+Rows travel over torch.distributed, NCCL or gloo. Rank r of P has the experts r*E/P to (r+1)*E/P - 1. A rank hands
+received rows to the layer as they are: ids of other ranks' experts are absent slots, so no row is permuted or copied
+per slot. Received rows are in the order of source ranks, then tokens. That is the order of one process with all
+tokens, so the gradients of the experts' weights are sums in that order too.
 
 Letters: L tokens here, k slots per token, P ranks, E experts in all, d model width.
 """
@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 class ExpertGroup(RankGroup):
-    """How the experts of a layer are spread over a process group, and how rows travel. Immutable but for its counters.
+    """The spread of a layer's experts over a process group, and the way rows travel. Only its counters change.
 
     group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
     num_experts: E, a multiple of the group's size.
@@ -43,11 +43,11 @@ class ExpertGroup(RankGroup):
     `slots` bounds the layer's memory, on_overflow is "drop" or "raise", and the GPUs are of one host and access each
     other's memory; otherwise it is "exact".
     rows: for "static"; rows past it are dropped.
-    slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
+    slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: those that
     come in "exact", all P*L*k in the others.
-    on_overflow: "chunk", for "exact" alone and its default, computes received rows in pieces of at most `slots` slots,
-    which costs time but neither memory nor tokens. "drop" drops the last slots or rows. "raise" raises ValueError, in
-    "exact" at once on all ranks, in the others, whose default it is, at a later call.
+    on_overflow: "chunk", the default of "exact" and only for it, computes received rows in pieces of at most `slots`
+    slots, which costs time but neither memory nor tokens. "drop" drops the last slots or rows. "raise", the default
+    of the other routes, raises ValueError: "exact" at once on all ranks, the others at a later call.
     keep_received: False sends received rows again in backward in place of keeping them.
     All ranks make the group with the same options, and call it equally often, with tokens or without.
     Raises TypeError, ValueError, or RuntimeError if other ranks do not answer.
@@ -105,15 +105,17 @@ class PendingExchange:
         check: Callable[[], Mapping[str, int]] = dict,
         rows_in_fp8: bool = False,
     ) -> None:
-        """check: raises an error for the caller's arguments, which then reaches all ranks, or returns what else is to
-        be the same on all ranks, by its name in `SAME`. rows_in_fp8: rows travel in e4m3.
+        """Starts the exchange of headers.
+
+        check: raises an error for the caller's arguments, which then reaches all ranks, or returns further values that
+        must be the same on all ranks, by their names in `SAME`. rows_in_fp8: rows travel in e4m3.
         """
         if not isinstance(experts, ExpertGroup):
             raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
         experts.calls += 1
         self.experts = experts
         self.error: Exception | None = None
-        device = torch.device(experts.devices[0])  # of the header, whatever x is on
+        device = torch.device(experts.devices[0])  # the header's device, whatever x is on
         if isinstance(x, Tensor) and x.device.type == device.type:
             device = x.device
         by_hosts = experts.route == "pull"
@@ -141,7 +143,7 @@ class PendingExchange:
                 **options,
             )
             self.route.rows_in_fp8 = rows_in_fp8
-        except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
+        except Exception as error:  # any error counts, as the others would wait for this rank until their timeout
             self.error, values = error, collectives.header(failed=True)
         self.header: PendingHeaders | HostHeaders | None = None
         what = f"all-gather of sizes (call {experts.calls})"
@@ -218,7 +220,7 @@ class _Collect(torch.autograd.Function):
 
 
 def required(*tensors: Sequence[Any]) -> int:
-    """Returns a bit for each group of tensors of which gradients are to be computed."""
+    """Returns a bit for each group of tensors whose gradients are to be computed."""
     if not torch.is_grad_enabled():
         return 0
     return sum(

@@ -1,4 +1,4 @@
-"""The group of ranks that experts are spread over, and the counts of what it had no room for."""
+"""The group of ranks that experts are spread over, and the counts of rows and slots that found no room."""
 
 import socket
 from collections import deque
@@ -14,7 +14,7 @@ from moeblaze_cupy.interop.parallel.peers import TIMEOUT_MS, Peers
 Tensor = torch.Tensor
 ROUTES = ("auto", "exact", "static", "pull")
 OVERFLOWS = ("chunk", "drop", "raise")
-MAX_PASSED = 64  # calls that are remembered: where numbers of tokens vary there are ever new ones
+MAX_PASSED = 64  # calls that are remembered; varying numbers of tokens bring ever new ones
 
 
 class RankGroup:
@@ -58,10 +58,10 @@ class RankGroup:
             raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
         self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
         on_nccl, self.devices = backend_of(group)  # kinds of devices whose tensors travel; headers do on the first
-        # Without a bound the layer of "pull" would have memory for all slots of all ranks. With one it cannot compute
-        # in pieces, so it is only chosen for those who said what else becomes of an overflow.
+        # The layer of "pull" would have memory for all slots of all ranks without a bound. With one it cannot compute
+        # in pieces, so it is only chosen for callers who said what else becomes of an overflow.
         may_pull = on_nccl and route == "auto" and slots is not None and on_overflow in ("drop", "raise")
-        #: by which ranks tell each other where they are, without their GPUs
+        #: the connection by which ranks tell each other where they are, without their GPUs
         self.hosts: hosts.HostMemory | hosts.HostGloo | None = hosts.connected(group) if on_nccl else None
         self.number = 0
         #: the same on all ranks, another for each ExpertGroup
@@ -76,7 +76,7 @@ class RankGroup:
             self.on_overflow = "chunk" if self.route == "exact" else "raise"
         self.calls = 0
         self._passed: set[Any] = set()  # keys of calls whose arguments have passed the checks
-        self.peers = Peers(group)  # of route "pull"
+        self.peers = Peers(group)  # used by route "pull"
         self.hosts = None
         if on_nccl and self.route != "static":
             words, timeout = len(collectives.SAME), TIMEOUT_MS / 1000
@@ -86,7 +86,7 @@ class RankGroup:
         self._read: list[tuple[Tensor, Any]] = []  # memory and events of those that have been read
 
     def has_passed(self, key: Any) -> bool:
-        """Whether `note_passed` was called with this key of `runtime.key_of`."""
+        """Returns whether `note_passed` was called with this key of `runtime.key_of`."""
         try:
             return key in self._passed
         except TypeError:  # an option that is not hashable is not a valid one
@@ -119,7 +119,7 @@ class RankGroup:
         header: collectives.PendingHeaders | hosts.HostHeaders
         if self.hosts is not None:
             header = self.hosts.send(values, what)
-        elif self.devices[0] == "cpu":  # of as many integers as headers with counts
+        elif self.devices[0] == "cpu":  # it has as many integers as headers with counts
             on_host = torch.tensor([values + 2 * self.size * [0]], dtype=torch.int64, device="cpu")
             header = collectives.PendingHeaders(collectives.all_gather(on_host, what, self.group))
         else:
@@ -131,7 +131,7 @@ class RankGroup:
 
     @property
     def local_experts(self) -> int:
-        """The number of this rank's experts, E/P."""
+        """Returns the number of this rank's experts, E/P."""
         return self.num_experts // self.size
 
     def _agree(self, gpu: Any) -> int:
@@ -157,7 +157,7 @@ class RankGroup:
         return RankGroup._numbers
 
     def count_overflow(self, dropped: Tensor | None) -> None:
-        """Remembers a count of what was dropped. With on_overflow="raise" a later call raises for it.
+        """Remembers a count of dropped rows or slots. With on_overflow="raise" a later call raises for it.
 
         Nothing can be dropped where the count is None. In a CUDA graph no host reads it, and nothing is raised.
         """
@@ -167,7 +167,7 @@ class RankGroup:
         if dropped.is_cuda:
             if not self._read:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
-                with torch.inference_mode(False):  # what inference allocates training writes, too
+                with torch.inference_mode(False):  # training also writes memory that inference allocates
                     count = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
                     self._read.append((count, event))
             on_host, arrived = self._read.pop()
@@ -176,7 +176,7 @@ class RankGroup:
         self._overflows.append((dropped, arrived, self.calls))
 
     def check_overflow(self) -> None:
-        """Raises ValueError for what an earlier call has dropped, as far as the host knows. It never waits.
+        """Raises ValueError if an earlier call has dropped something, as far as the host knows. It never waits.
 
         Calls are launched ahead of the GPU, so several counts may be on their way.
         """
@@ -194,7 +194,7 @@ class RankGroup:
 
 
 def backend_of(group: Any) -> tuple[bool, tuple[str, ...]]:
-    """Whether the group is on NCCL, and the kinds of devices that it carries, NCCL's or else the CPU first."""
+    """Returns whether the group is on NCCL, and the kinds of devices it carries, NCCL's or else the CPU first."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if backends.get("cuda") != "nccl" or not torch.cuda.is_available():  # both may be configured without a GPU
         return False, tuple(device for device in collectives.DEVICES if backends.get(device, "nccl") != "nccl")
@@ -210,7 +210,7 @@ def this_gpu() -> tuple[str, str, list[str]]:
 
 
 def reach_each_other(gpus: list[Any]) -> bool:
-    """Whether all ranks' GPUs can read each other's memory. gpus: what `this_gpu` returned by rank, or None."""
+    """Returns whether all ranks' GPUs can read each other's memory. gpus: `this_gpu`'s results by rank, or None."""
     if None in gpus or len({host for host, _, _ in gpus}) > 1:
         return False
     names = [name for _, name, _ in gpus]
@@ -218,5 +218,5 @@ def reach_each_other(gpus: list[Any]) -> bool:
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    """Whether what is done with the tensor now becomes part of a CUDA graph."""
+    """Returns whether work on the tensor now becomes part of a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""How the hosts of a group's ranks tell each other a few integers: in memory that they share, or over gloo.
+"""The hosts of a group's ranks tell each other a few integers in memory that they share, or over gloo.
 
 Their devices do not take part. Ranks of route "pull" are on one host. Those of "exact" use memory where they share it.
 """
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from moeblaze_cupy.interop.parallel import collectives, private
 from moeblaze_cupy.interop.parallel.collectives import Pending, PendingHeaders, gather_objects
 
-CALL_BITS = 16  # the lowest of a word
-LINE_WORDS = 8  # of a cache line; no two ranks write to one
-GAVE_UP = -1  # in place of a rank's first word
+CALL_BITS = 16  # the lowest bits of a word
+LINE_WORDS = 8  # words of a cache line; no two ranks write to one
+GAVE_UP = -1  # the mark that replaces a rank's first word
 # time.sleep takes 70 us at least, because the kernel joins timers that are 50 us apart. A shorter wait does not sleep.
 SPIN_S = 2e-4
 LONGEST_SLEEP_S = 1e-3
-LOOK_S = 1.0  # between two looks for ranks that have ended
-_hosts: dict[Any, "HostMemory | HostGloo"] = {}  # by process group
+LOOK_S = 1.0  # time between two looks for ranks that have ended
+_hosts: dict[Any, "HostMemory | HostGloo"] = {}  # connections by process group
 
 
 class HostMemory:
@@ -45,14 +45,14 @@ class HostMemory:
     """
 
     def __init__(self, file: int, words: int, timeout: float, group: Any) -> None:
-        """file: a descriptor that `make_file` made. It is closed with this object, or by its error. words: a row's.
+        """Maps the memory. file: a descriptor of `make_file`, closed with this object, or by its error. words: a row's.
 
         timeout: in seconds. Raises OSError or ValueError.
         """
         self.calls, self._words, self._timeout, self._group = 0, words, timeout, group
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
         self._last: HostHeaders | None = None
-        self._error = ""  # of the first call that failed
+        self._error = ""  # the error of the first call that failed
         self._file = file
         try:
             # mmap has a descriptor of its own. The lock is released when any descriptor of the file is closed.
@@ -119,7 +119,7 @@ class HostMemory:
                 look = waited + LOOK_S
                 ended = [rank for rank in missing if self._has_ended(rank)]
             gave_up = [rank for rank in missing if rows[rank][0] == GAVE_UP]
-            found |= self._read(rows, missing)  # after the look: a rank may write and then end
+            found |= self._read(rows, missing)  # it comes after the look, as a rank may write and then end
             missing = [rank for rank in missing if rank not in found]
             for ranks, verb in ((ended, "ended"), (gave_up, "given up")):
                 if not found.keys() >= set(ranks):
@@ -151,7 +151,7 @@ class HostMemory:
 
 
 class HostHeaders:
-    """What the ranks send in one call of `HostMemory`. It is read before the next call is sent."""
+    """The values that ranks send in one call of `HostMemory`. They are read before the next call is sent."""
 
     def __init__(self, memory: HostMemory, what: str) -> None:
         self._memory, self._what = memory, what
@@ -174,7 +174,7 @@ class HostGloo:
     """Sends the same over gloo, where ranks share no memory."""
 
     def __init__(self, number: int, timeout: float, group: Any) -> None:
-        """number: of the first ExpertGroup that asks."""
+        """Connects. number: the first ExpertGroup's that asks."""
         self._group, self._backend = group, private.gloo_backend(f"moeblaze_cupy/{number}", timeout, group)
 
     def close(self) -> None:
@@ -200,8 +200,8 @@ def connect(
 ) -> HostMemory | HostGloo | None:
     """Returns the connection of a group, made once: memory if all ranks can map it. All ranks call it together.
 
-    number: of the ExpertGroup that asks. words: integers that a rank sends in a call. timeout: a call's, in seconds.
-    only_memory: None in place of gloo. Raises RuntimeError if other ranks do not answer.
+    number: the ExpertGroup's that asks. words: integers that a rank sends in a call. timeout: a call's, in seconds.
+    only_memory: returns None in place of gloo. Raises RuntimeError if other ranks do not answer.
     """
     if group not in _hosts:
         for ended in [known for known in _hosts if not private.is_alive(known)]:
@@ -230,7 +230,7 @@ def share_memory(words: int, timeout: float, group: Any) -> HostMemory | None:
     path = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
     path, name = gather_objects((path, name), group)[0]
     if path is not None:
-        with suppress(OSError, ValueError):  # as in a container of its own, or of another user
+        with suppress(OSError, ValueError):  # the process may be in a container of its own, or another user's
             memory = HostMemory(open_file(path, name) if file is None else file, words, timeout, group)
     if not all(gather_objects(memory is not None, group)) and memory is not None:
         memory.close()
@@ -251,7 +251,7 @@ def make_file(name: str, words: int, size: int) -> int:
 
 
 def open_file(path: str, name: str) -> int:
-    """Opens what `make_file` made by this name. Raises OSError for another file, as of another container's process."""
+    """Opens what `make_file` made by this name. Raises OSError for another file, such as one of another container."""
     if name not in os.readlink(path):
         raise FileNotFoundError(path)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)

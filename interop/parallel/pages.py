@@ -19,8 +19,8 @@ from moeblaze_cupy.interop.parallel.collectives import gather_objects
 from moeblaze_cupy.interop.parallel.driver import Addresses, Physical
 
 Tensor = torch.Tensor
-TIMEOUT_S = 600.0  # of the wait for another rank's descriptor
-MAX_DESCRIPTORS = 253  # of a message, by the kernel
+TIMEOUT_S = 600.0  # bound of the wait for another rank's descriptor
+MAX_DESCRIPTORS = 253  # the kernel's bound for a message
 
 
 class Descriptors:
@@ -36,7 +36,7 @@ class Descriptors:
         others = [rank for rank in range(self._size) if rank != self._rank]
         self._sockets = {rank: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for rank in others}
         weakref.finalize(self, _close, list(self._sockets.values()))
-        names = {rank: f"\0moeblaze-{secrets.token_hex(16)}" for rank in others}  # of no file, which all see
+        names = {rank: f"\0moeblaze-{secrets.token_hex(16)}" for rank in others}  # no file has them; all see them
         for rank, of_rank in self._sockets.items():
             of_rank.bind(names[rank])
         with collectives.named("descriptors of CopyEngines", group):
@@ -98,7 +98,7 @@ class Pages:
         finally:
             for descriptor in found:
                 os.close(descriptor)
-        self.at: list[Tensor] = []  #: by rank, uint8
+        self.at: list[Tensor] = []  #: arrays by rank, uint8
         for memory in every:
             addresses = Addresses(1, nbytes, device.index)
             addresses.map(0, memory)

@@ -1,4 +1,4 @@
-"""Memory of a rank that the other GPUs of its host read where it lies, in symmetric memory of torch."""
+"""Memory of a rank that the other GPUs of its host read in place, in symmetric memory of torch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ from moeblaze_cupy.rows.api import PeerArray
 
 Tensor = torch.Tensor
 Form = tuple[tuple[int, ...], torch.dtype]
-TIMEOUT_MS = 600_000  # of the wait for the other GPUs, on the device
-SECTION_BYTES = 256  # of whose multiples arrays begin
-MAX_VIEWS = 64  # that are kept, of arrays of sizes that come again
+TIMEOUT_MS = 600_000  # bound of the wait for the other GPUs, on the device
+SECTION_BYTES = 256  # arrays begin at multiples of it
+MAX_VIEWS = 64  # views that are kept, of arrays of sizes that come again
 
 
 def others(rank: int, size: int) -> list[int]:
@@ -39,16 +39,16 @@ class _Buffer(NamedTuple):
 class PeerTensor(NamedTuple):
     """A tensor that all ranks have offered."""
 
-    array: PeerArray  #: for kernels
-    at: list[Tensor]  #: for copies, by rank
+    array: PeerArray  #: the form for kernels
+    at: list[Tensor]  #: the form for copies, by rank
 
 
 class Peers:
     """Buffers of this rank, one by kind, that all ranks of a group can read.
 
     All ranks offer arrays of the same sizes in the same order. A rank reads what was offered before it offers anything
-    else. So once a barrier has come after that of an offer, nobody reads the buffer, and any rank may write it. A call
-    on another stream than the call before has its stream wait for that one.
+    else. So once a barrier has come after that of an offer, no rank reads the buffer, and any rank may write it. A call
+    on another stream than the call before makes its stream wait for that one.
     """
 
     def __init__(self, group: Any) -> None:
@@ -56,29 +56,29 @@ class Peers:
         self._buffers: dict[str, _Buffer] = {}
         self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[PeerTensor]]] = {}
         self._read: str | None = None  # the kind that others may read now
-        self._stream: Any = None  # of the last call
-        self._tables: dict[tuple[Any, ...], Tensor] = {}  # of addresses
-        self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
+        self._stream: Any = None  # the last call's
+        self._tables: dict[tuple[Any, ...], Tensor] = {}  # tables of addresses
+        self._in_graphs: dict[int, Any] = {}  # memory that CUDA graphs use, by address; it lives as long as they may
         self._beside: torch.cuda.Stream | None = None
         self._copying = False  # there are copies that no stream waits for yet
         self.copies = True  #: whole blocks of rows may be copied, which takes no multiprocessor
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the buffers. torch.cuda counts no symmetric memory."""
+        """Returns the bytes of the buffers. torch.cuda counts no symmetric memory."""
         return sum(len(buffer.memory) for buffer in self._buffers.values())
 
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
         """Returns arrays of these shapes and dtypes in the buffer, to be written and then offered."""
         self.follow(device)
-        if self._read == kind:  # likewise, or a shared expert offers too, or the last call had nothing more to offer
+        if self._read == kind:  # a shared expert offers too, or the last call had nothing more to offer
             self.close()
         return self.arrays(kind, forms, device)[0]
 
     def offer(self, kind: str, tensors: Sequence[Tensor], rows: int) -> list[PeerTensor]:
-        """Has all ranks read these tensors, which may be in their room already. The stream waits until all offer.
+        """Lets all ranks read these tensors, which may be in their room already. The stream waits until all offer.
 
-        rows: of each array, as many on all ranks. A tensor may have fewer; the others' contents are then undefined. The
+        rows: each array's, as many on all ranks. A tensor may have fewer; the others' contents are then undefined. The
         returned arrays hold until the next offer of the kind.
         """
         forms = tuple(((rows, *tensor.shape[1:]), tensor.dtype) for tensor in tensors)
@@ -92,7 +92,7 @@ class Peers:
         return self._views[kind, forms][1]
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Starts copies (to, source) beside what the stream does next. What it returns has the stream wait for them.
+        """Starts copies (to, source) beside the stream's next work. The returned function makes the stream wait.
 
         They run on the GPU's copy engines, so they take no multiprocessor from products. The stream waits for them
         before the next barrier, as others may then write what they read.
@@ -135,9 +135,9 @@ class Peers:
         return PeerArray(table, 0, str(rows.dtype).removeprefix("torch."))
 
     def follow(self, device: torch.device) -> None:
-        """Has the current stream wait for all that is in the stream of the last call.
+        """Makes the current stream wait for all that is in the stream of the last call.
 
-        Not across a capture in a CUDA graph, which `torch.cuda.graph` begins when the GPU is idle.
+        It does not wait across a capture in a CUDA graph, which `torch.cuda.graph` begins when the GPU is idle.
         """
         stream, before = getattr(torch, device.type).current_stream(), self._stream
         if before is not None and before != stream and capture_of(before) == capture_of(stream):
@@ -145,13 +145,13 @@ class Peers:
         self._stream = stream
 
     def close(self) -> None:
-        """Has the stream wait until all ranks have read what was offered last."""
+        """Makes the stream wait until all ranks have read what was offered last."""
         if self._read is not None:
             self._barrier(self._read)
             self._read = None
 
     def meet(self) -> None:
-        """Has the stream wait until all ranks are here. They then read nothing that was offered before."""
+        """Makes the stream wait until all ranks are here. They then read nothing that was offered before."""
         for kind in list(self._buffers)[:1]:
             self._barrier(kind)
         self._read = None
@@ -166,7 +166,7 @@ class Peers:
             handle.put_signal(rank, channel=channel, timeout_ms=TIMEOUT_MS)
 
     def wait(self, kind: str, channel: int) -> None:
-        """Has the stream wait until all other ranks have signalled this one."""
+        """Makes the stream wait until all other ranks have signalled this one."""
         handle = self._buffers[kind].handle
         for rank in others(handle.rank, handle.world_size):
             handle.wait_signal(rank, channel=channel, timeout_ms=TIMEOUT_MS)
@@ -182,7 +182,7 @@ class Peers:
         found = self._views.get((kind, forms))
         if found is not None:
             return found
-        with torch.inference_mode(False):  # what inference allocates training writes, too
+        with torch.inference_mode(False):  # training also writes memory that inference allocates
             return self._made(kind, forms, device)
 
     def _made(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[PeerTensor]]:

@@ -16,7 +16,7 @@ __all__ = ["all_gather", "gloo_backend", "is_alive", "symmetric_memory"]
 
 
 def gloo_backend(name: str, timeout: float, group: Any) -> Any:
-    """A gloo backend of the ranks of a group, which torch lists nowhere. timeout: in seconds.
+    """Returns a gloo backend of the ranks of a group, which torch lists nowhere. timeout: in seconds.
 
     `dist.new_group` finds no name for such a group unless all
     processes have made equally many.
@@ -27,10 +27,10 @@ def gloo_backend(name: str, timeout: float, group: Any) -> Any:
 
 
 def all_gather(backend: Any, by_rank: Any, here: Any) -> Any:
-    """The work of an all-gather of `here` (1, n) into `by_rank` (P, n)."""
+    """Starts an all-gather of `here` (1, n) into `by_rank` (P, n) and returns its work."""
     return backend._allgather_base(by_rank, here)
 
 
 def is_alive(group: Any) -> bool:
-    """Whether torch knows a process group, which it does until `destroy_process_group`."""
+    """Returns whether torch knows a process group, which it does until `destroy_process_group`."""
     return group in distributed_c10d._world.pg_map

@@ -1,7 +1,7 @@
 """The route on which nothing is packed: GPUs of one host read each other's rows by index.
 
-A rank's tokens, with their ids and router weights, lie where all ranks read them. The results of its experts, of token
-t of rank r, the layer's last kernel stores in rank r's memory, at row s * M + t if this is rank s. M is the largest
+A rank's tokens, with their ids and router weights, lie where all ranks read them. The layer's last kernel stores the
+results of this rank s for token t of rank r in rank r's memory, at row s * M + t. M is the largest
 number of tokens of a rank. Rank r then sums what the ranks have stored. Rows without an expert here, or without a
 token, are neither read, nor computed, nor stored.
 """
@@ -39,11 +39,11 @@ class PullRoute(Route):
     def __init__(self, ids: Tensor, experts: RankGroup) -> None:
         super().__init__(ids, experts, [])
         self._begun: tuple[Rows, Tensor, Tensor] | None = None
-        self._landing: Tensor | None = None  # where the ranks store results of this rank's tokens
+        self._landing: Tensor | None = None  # memory in which the ranks store results of this rank's tokens
         self.expect([len(ids)] * experts.size)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """tokens: each rank's. Where they differ their room has a size that comes again."""
+        """Takes the numbers of tokens, by rank. If they differ, their room has a size that comes again."""
         most = max(tokens)
         self.rows = most if min(tokens) == most else launch_config.size_class(most)  #: M, of each rank's tokens
         self.arriving = [self.rows] * len(tokens)
@@ -53,21 +53,21 @@ class PullRoute(Route):
 
     @property
     def _needs_most(self) -> bool:
-        """Whether a rank has an expert of most tokens, if a token's k experts are drawn from all."""
+        """Returns whether a rank has an expert of most tokens, if a token's k experts are drawn from all."""
         E, k = self.experts.num_experts, self.k
         without = math.comb(E - self.experts.local_experts, k) / max(math.comb(E, k), 1)
         return without <= 1 - COPIED_SHARE
 
     @property
     def _copies(self) -> bool:
-        """Whether the rows of all tokens are copied, in place of pulling those that are needed."""
+        """Returns whether the rows of all tokens are copied, instead of pulling those that are needed."""
         return self.experts.peers.copies and self._needs_most
 
     def _copy(self, offered: Sequence[PeerTensor], rows: Rows) -> Callable[[], None]:
         """Starts to copy the rows of all ranks' tokens into (room, columns).
 
-        offered: the rows, or the values and the scales of `Fp8Rows`. What it returns has the stream wait for the
-        copies.
+        offered: the rows, or the values and the scales of `Fp8Rows`. The returned function makes the stream
+        wait for the copies.
         """
         here, ranks = self.experts.rank, self.experts.size
         pairs = []
@@ -82,7 +82,7 @@ class PullRoute(Route):
         return wait
 
     def _pull(self, offered: Sequence[PeerTensor], rows: Rows) -> None:
-        """Has a kernel read the rows that are needed. offered: as for `_copy`."""
+        """Launches a kernel that reads the rows that are needed. offered: see `_copy`."""
         if isinstance(rows, Fp8Rows):
             values, scales = offered
             mb_rows.pull_scaled_rows(values.array, scales.array, self._needed, rows)
@@ -122,7 +122,7 @@ class PullRoute(Route):
             self.experts.peers.close()
 
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
-        """See `Route.begin`."""
+        """Does what `Route.begin` says."""
         rows = self._room_for_rows(x)
         local_ids = ids.new_empty((self.room, self.k), dtype=torch.int32)
         got = weights.new_empty((self.room, self.k))
@@ -134,7 +134,7 @@ class PullRoute(Route):
                 ids, weights = pad(ids, beyond, value=-1), pad(weights, beyond)
             of_rows, (of_ids,), (of_weights,) = self._offer_tokens(x, others=(ids, weights))
             copies = self._copies
-            if copies:  # before `pull_slots`, beside which they run
+            if copies:  # the copies start before `pull_slots` and run beside it
                 self._wait = self._copy(of_rows, rows)
             mb_rows.pull_slots(of_ids.array, of_weights.array, self._share, local_ids, got, self._needed)
             if not copies:

@@ -1,4 +1,4 @@
-"""Which rows of tokens travel to which ranks: those of a collective for each step, and what all routes share."""
+"""Routes say which rows of tokens travel to which ranks: here the route of collectives, and the shared base."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -20,14 +20,14 @@ Rows = Tensor | Fp8Rows
 
 
 class RemoteOutput(NamedTuple):
-    """Where results are stored, and `landing` (room, d), where those of this rank's tokens come, by rank."""
+    """The place of stored results, and `landing` (room, d), to which those of this rank's tokens come, by rank."""
 
     destination: Destination
     landing: Tensor
 
 
 class Route:
-    """Which rows one exchange sends where. `exchange` makes it, `collect` and backward follow it."""
+    """The rows that one exchange sends, and their ranks. `exchange` makes it, `collect` and backward follow it."""
 
     begins_early = False  #: rows can travel before a shared expert is launched, as the host waits for no GPU
 
@@ -36,27 +36,27 @@ class Route:
         self.num_tokens, self.k = ids.shape  #: L and k
         self.sent = list(arriving)  #: rows to each rank
         self.arriving = arriving  #: rows from each rank
-        self.slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
+        self.slots: int | None = None  #: this rank's slots in the rows received; None if the host does not know
         self.has_fixed_room = True  # the number of rows received is known from L
         self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
         self.rows_in_fp8 = False  # rows of x and of results' gradients travel in e4m3; never if one_by_one
-        self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
-        #: has the stream wait for the rows received last, while they are on their way; never set if one_by_one
+        self.counted: Tensor | None = None  # (1,) the count of what was dropped; None if nothing can be
+        #: makes the stream wait for the rows received last, while they are on their way; never set if one_by_one
         self.wait: Callable[[], None] | None = None
 
     @property
     def received(self) -> int:
-        """The number of rows from all ranks."""
+        """Returns the number of rows from all ranks."""
         return sum(self.arriving)
 
     @property
     def room(self) -> int:
-        """The number of rows of their buffer, a size that comes again in other steps."""
+        """Returns the number of rows of their buffer, a size that comes again in other steps."""
         return self.received if self.has_fixed_room else launch_config.size_class(self.received)
 
     @cached_property
     def choices(self) -> Tensor:
-        """(E,) int64: this rank's slots per expert. Their sum over ranks feeds bias rules of the router.
+        """Returns (E,) int64: this rank's slots per expert. Their sum over ranks feeds bias rules of the router.
 
         They are counted when first asked for, from the ids as they are then. `exchange` with route "pull" has a copy.
         """
@@ -65,11 +65,11 @@ class Route:
 
     @property
     def dropped(self) -> Tensor:
-        """(1,) int64: the rows and slots that found no place."""
+        """Returns (1,) int64: the rows and slots that found no place."""
         return self.ids.new_zeros(1, dtype=torch.int64) if self.counted is None else self.counted
 
     def count_dropped(self, more: Tensor) -> None:
-        """more: (1,) of integers."""
+        """Adds to the count of dropped rows and slots. more: (1,) of integers."""
         self.counted = more.to(torch.int64, copy=True) if self.counted is None else self.counted + more
 
     def meet(self, step: str, requires_grad: int = 0, failed: bool = False) -> None:
@@ -77,7 +77,7 @@ class Route:
         self.experts.meet(step, self.call, requires_grad, failed)
 
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
-        """Starts `receive` of the same arguments. What it returns has the stream wait for rows that are under way.
+        """Starts `receive` of the same arguments. The returned function makes the stream wait for rows under way.
 
         Until then rows travel beside what the stream does. `receive` alone does all of it.
         """
@@ -98,7 +98,7 @@ class Route:
         raise NotImplementedError
 
     def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Starts the way back of results (room, d). What it returns gives (L, d), the sums over ranks in order.
+        """Starts the way back of results (room, d). The returned function gives (L, d), the sums over ranks in order.
 
         rows: `landing` of `remote_results` if they are stored there.
         """
@@ -107,8 +107,8 @@ class Route:
     def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts the way back of gradients of received rows: "x" (room, d), "weights" (room, k), both or none.
 
-        What it returns gives them by name: for x the sums over ranks (L, d), for each slot its rank's (L, k). "x" is
-        `landing` of `remote_gradients` if it is stored there.
+        The returned function gives them by name: for x the sums over ranks (L, d), for each slot its rank's (L, k). "x"
+        is `landing` of `remote_gradients` if it is stored there.
         """
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class SentRoute(Route):
         return collectives.all_to_all(chosen, self.sent, self.arriving, self.room, self._what(name), group)
 
     def _send_rows(self, rows: Tensor, name: str) -> Callable[[], Rows]:
-        """Sends rows, in e4m3 if `rows_in_fp8`. What it returns waits for them."""
+        """Sends rows, in e4m3 if `rows_in_fp8`. The returned function waits for them."""
         if not self.rows_in_fp8:
             return self._send(rows, name).wait
         quantized = Fp8Rows(
@@ -223,7 +223,7 @@ class SentRoute(Route):
         return total
 
     def _slots_of(self, returned: Tensor) -> Tensor:
-        """Returns (L, k): what each slot's rank gave back in the slot's column; 0 for slots without an expert."""
+        """Returns (L, k): the value that each slot's rank gave back in its column; 0 for slots without an expert."""
         shape = self.num_tokens, self.k
         if not len(returned):
             return returned.new_zeros(shape)

@@ -1,4 +1,4 @@
-"""Losses and the bias step that balance the load of the experts, of what `route` or a `MoE` has returned."""
+"""Losses and the bias step that balance the load of the experts, computed from results of `route` or a `MoE`."""
 
 import torch
 
@@ -24,16 +24,16 @@ def _counts(function: str, counts: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def load_balancing_loss(counts: torch.Tensor, sums: RouterSums) -> torch.Tensor:
-    """E Σ f q, a scalar: 1 at balance, and E if one expert has all tokens and all of their scores.
+    """Returns E Σ f q, a scalar: 1 at balance, and E if one expert has all tokens and all of their scores.
 
     f is an expert's share of the slots and has no gradient. q is its share of the tokens' scores. With S sequences
     the loss is the mean of the losses of each, which is DeepSeek's and Megatron's loss per sequence.
     counts: (S, E), (1, E) or (E,), of any integer or floating-point dtype: slots of each expert, as
-    `moeblaze_cupy.tokens_per_expert` gives them. Of a larger batch than this call, add them up over micro-batches, or
-    over ranks by all_reduce, first.
-    sums: `moeblaze_cupy.RouterSums` with score_sums (S, E), of `route` or `MoE` with sums=("softmax",), or the name of
-    another score.
-    Returns float32, or float64 of such logits, differentiable in the logits. Raises TypeError for sums without
+    `moeblaze_cupy.tokens_per_expert` gives them. For a larger batch than this call,
+    first add them up over micro-batches, or over ranks by all_reduce.
+    sums: `moeblaze_cupy.RouterSums` with score_sums (S, E), from `route` or `MoE` with sums=("softmax",), or another
+    score's name.
+    Returns float32, or float64 for such logits, differentiable in the logits. Raises TypeError for sums without
     score_sums, and ValueError for counts of another number of experts.
     Source: Switch Transformers, arXiv 2101.03961, section 2.2, for k experts per token.
     """
@@ -45,11 +45,11 @@ def load_balancing_loss(counts: torch.Tensor, sums: RouterSums) -> torch.Tensor:
 
 
 def z_loss(sums: RouterSums, tokens: int | torch.Tensor) -> torch.Tensor:
-    """The mean over tokens of the squared log-sum-exp of their logits, a scalar. It keeps logits small.
+    """Returns the mean over tokens of the squared log-sum-exp of their logits, a scalar. It keeps logits small.
 
-    sums: `moeblaze_cupy.RouterSums` with z_sums (S,), of `route` or `MoE` with sums=("z",).
+    sums: `moeblaze_cupy.RouterSums` with z_sums (S,), from `route` or `MoE` with sums=("z",).
     tokens: their number, L without a token_mask.
-    Returns float32, or float64 of such logits, differentiable in the logits. Raises TypeError for sums without z_sums.
+    Returns float32, or float64 for such logits, differentiable in the logits. Raises TypeError for sums without z_sums.
     Source: ST-MoE, arXiv 2202.08906, equation 5.
     """
     return _asked("z_loss", sums, "z_sums", '"z"').sum() / tokens

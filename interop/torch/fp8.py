@@ -24,8 +24,8 @@ _holding: "weakref.WeakSet[HeldFp8Weights]" = weakref.WeakSet()
 class HeldFp8Weights:
     """`Fp8Weights` from a call of `hold` to the next one, or to `release`, for forwards with the same parameters.
 
-    A forward that is given other tensors quantises them. What is written to the parameters meanwhile is not seen.
-    What a CUDA graph holds serves the forwards that graphs capture, as it is not written before a replay.
+    A forward that is given other tensors quantises them. Writes to the parameters meanwhile are not seen.
+    Weights that a CUDA graph holds serve the forwards that graphs capture, as they are not written before a replay.
     A copy of a module, by deepcopy or pickle, begins without any.
     """
 
@@ -33,10 +33,10 @@ class HeldFp8Weights:
         self.weights: Fp8Weights | None = None
         self._parameters: tuple[weakref.ref[Tensor], ...] = ()
         self._in_capture = False
-        self._memory: Fp8Weights | None = None  # that the next call writes, where graphs and compiled code know it
-        self._form: tuple[Any, ...] = ()  # of w1, or its parts, and w2, which this memory fits
+        self._memory: Fp8Weights | None = None  # the next call writes this memory, which graphs and compiled code know
+        self._form: tuple[Any, ...] = ()  # form of w1, or its parts, and w2, which this memory fits
         self._is_captured = False  # a CUDA graph may read this memory
-        self.gathered: Any = None  #: the `fsdp_e4m3.Experts` that have w1 and w2 travel in e4m3, if any do
+        self.gathered: Any = None  #: the `fsdp_e4m3.Experts` that make w1 and w2 travel in e4m3, if any do
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return HeldFp8Weights, ()
@@ -48,12 +48,12 @@ class HeldFp8Weights:
             self._memory = None
 
     def of(self, *parameters: Tensor) -> Fp8Weights | None:
-        """The weights that were made of these very objects, or None, which has `moe` quantise."""
+        """Returns the weights that were made of these very objects, or None, upon which `moe` quantises."""
         if self.weights is None:
             return None
         if not all(made_of() is given for made_of, given in zip(self._parameters, parameters, strict=True)):
             return None
-        if self.weights.w2.device != parameters[-1].device:  # as `Module.to` leaves the same objects
+        if self.weights.w2.device != parameters[-1].device:  # `Module.to` leaves the same objects
             return None
         if self._in_capture and (torch.compiler.is_compiling() or not _capturing(parameters[-1])):
             return None
@@ -62,7 +62,7 @@ class HeldFp8Weights:
         return self.weights
 
     def is_of(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the weights were made of any of these parameters."""
+        """Returns whether the weights were made of any of these parameters."""
         own = {id(made_of()) for made_of in self._parameters}
         return not own.isdisjoint(map(id, parameters))
 
@@ -72,8 +72,8 @@ class HeldFp8Weights:
     ) -> Fp8Weights | None:
         """Writes the weights from w1 and w2, views of the module's parameters, to the memory of the last ones.
 
-        None, and nothing is held, if the module has adapters or parametrisations. Its forwards use other weights then,
-        and what ends the adapters may write to the parameters.
+        Returns None and holds nothing if the module has adapters or parametrisations. Its forwards use other weights
+        then, and the adapters' end may write to the parameters.
         """
         self.weights = None
         are_plain = all(isinstance(parameter, torch.nn.Parameter) for parameter in parameters)
@@ -87,7 +87,7 @@ class HeldFp8Weights:
             made: Fp8Weights = mb.quantize_weights(w1, w2, memory, gate_up=gate_up)
         for field in fp8_checks.FIELDS:  # graphs of compiled code need no copies of them
             private.mark_static_address(getattr(made, field), guard=False)
-        if not capturing:  # as replays write again what was made in a capture
+        if not capturing:  # replays write again what was made in a capture
             self._memory, self._form = made, form
         self.weights, self._in_capture = made, capturing
         self._parameters = tuple(map(weakref.ref, parameters))
@@ -96,9 +96,9 @@ class HeldFp8Weights:
 
 
 def _follow_adapters(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Ends what is held of a module that gets adapters or a parametrisation.
+    """Releases the weights of a module that gets adapters or a parametrisation.
 
-    Their ends write to parameters: peft merges through `.data`. peft's layers have what they adapt as `base_layer`.
+    Their ends write to parameters: peft merges through `.data`. peft's layers have the adapted layer as `base_layer`.
     """
     # A trace makes lists of modules that are there already. Dynamo of torch 2.11 cannot follow what comes next.
     if module is None or torch.compiler.is_compiling():

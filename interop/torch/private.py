@@ -13,10 +13,10 @@ import torch
 
 Tensor = torch.Tensor
 
-#: Whether autocast is on for any device: a quicker question than for one, which follows if the answer is True.
+#: Says whether autocast is on for any device. It is quicker than the question for one, which follows a True.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
-#: Whether transforms of torch.func are at work.
+#: Says whether transforms of torch.func are at work.
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 #: The number of dispatch modes that see the operators of this thread.
@@ -30,14 +30,14 @@ VIEW_NODES = (
 
 
 def mark_static_address(tensor: Tensor, guard: bool) -> None:
-    """Has graphs of compiled code read a tensor at its address, which stays the same."""
+    """Makes graphs of compiled code read a tensor at its address, which stays the same."""
     import torch._dynamo  # takes seconds, and few layers are in fp8
 
     torch._dynamo.mark_static_address(tensor, guard=guard)
 
 
 def is_batched(tensor: Tensor | None) -> bool:
-    """Whether vmap, at any level of nested transforms of torch.func, has made this tensor of many."""
+    """Returns whether vmap, at any level of nested transforms of torch.func, has made this tensor of many."""
     functorch = torch._C._functorch
     while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -47,18 +47,18 @@ def is_batched(tensor: Tensor | None) -> bool:
 
 
 def base_of(view: Tensor) -> Tensor | None:
-    """The tensor that a view was made of, by `_base`."""
+    """Returns the tensor that a view was made of, by `_base`."""
     return view._base
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that a tensor's storage has as long as it lives, also while it has no memory."""
+    """Returns a number that a tensor's storage has as long as it lives, also while it has no memory."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 def is_reached(node: Any) -> bool:
-    """Whether this backward goes on to a node, which torch.autograd.grad by other tensors does not."""
+    """Returns whether this backward goes on to a node, which torch.autograd.grad by other tensors does not."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad by the node's own tensor, which is to be returned
@@ -70,7 +70,7 @@ HAS_EXPORT_FLAG = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
 def is_exporting() -> bool:
-    """Whether torch.export runs. torch.compiler.is_exporting is true in all that torch 2.11 compiles.
+    """Returns whether torch.export runs. torch.compiler.is_exporting is true in all that torch 2.11 compiles.
 
     Before torch 2.9, dynamo's tracer knows it while it traces. Outside of dynamo only torch.export sets the flag of
     compilation.
@@ -82,14 +82,14 @@ def is_exporting() -> bool:
     return bool(torch.compiler._is_compiling_flag if tracing is None else getattr(tracing, "export", False))
 
 
-# How inductor compiles a backward that may overwrite what was saved. A compiled graph holds the operator that leaves
+# The way inductor compiles a backward that may overwrite saved tensors: a compiled graph holds the operator that leaves
 # the saved tensors as they are, so that the graph stays right wherever it is run again. Where torch gives the compiled
 # code a saved tensor to dispose of, and this operator alone reads it, the overwriting operator takes its place: no
 # copy, no further buffer.
 
 
 def _dies_here(value: Any, node: Any, current: torch.fx.Node, forward: Any) -> bool:
-    """Whether the operator at `current` may overwrite `value`, that of `node` in inductor's representation."""
+    """Returns whether the operator at `current` may overwrite `value`, that of `node` in inductor's representation."""
     from torch._inductor import ir
 
     if set(node.users) != {current}:
@@ -103,7 +103,7 @@ def _dies_here(value: Any, node: Any, current: torch.fx.Node, forward: Any) -> b
 
 
 def _lowering(forward: Any, pure: Any, in_place: Any) -> Any:
-    """How inductor lowers `pure`: as it is, or as `in_place`, which has the same arguments."""
+    """Returns inductor's lowering of `pure`: as it is, or as `in_place`, which has the same arguments."""
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
@@ -121,13 +121,13 @@ def _lowering(forward: Any, pure: Any, in_place: Any) -> Any:
 
 
 def let_inductor_overwrite(forward: Any, overwriting: dict[Any, Any]) -> bool:
-    """Tells inductor, once, which operator overwrites what another of the same arguments reads.
+    """Tells inductor, once, which operator overwrites the tensors that another of the same arguments reads.
 
-    forward: the operator that makes what is saved, for graphs that compute it again. overwriting: by the operator that
-    leaves it as it is. Returns False, and backward takes a buffer more, where this torch lacks what it takes.
+    forward: the operator that makes the saved tensors, for graphs that compute them again. overwriting: the operators
+    by those that leave them as they are. Returns False, and backward takes a buffer more, if this torch lacks support.
     """
     try:
-        from torch._inductor.ir import DonatedBuffer, MultiOutput  # noqa: F401  # that they are there
+        from torch._inductor.ir import DonatedBuffer, MultiOutput  # noqa: F401  # the check needs them to exist
         from torch._inductor.lowering import lowerings, register_lowering
 
         if not overwriting.keys() <= lowerings.keys():

@@ -20,7 +20,7 @@ class Frozen(NamedTuple):
     forms: tuple[tuple[str, QuantizedWeight], ...]
 
     def joined(self, layer: LayerArrays, parts: Sequence[Tensor]) -> LayerArrays:
-        """The layer with its frozen weights, of the parts that `apart` returned."""
+        """Returns the layer with its frozen weights, joined from the parts that `apart` returned."""
         found, left = {}, list(parts)
         for name, form in self.forms:
             data, scales = left.pop(0), left.pop(0)
@@ -30,7 +30,7 @@ class Frozen(NamedTuple):
 
 
 def apart(layer: LayerArrays) -> tuple[Frozen, LayerArrays, list[Tensor]]:
-    """The frozen weights of a layer, the layer with None in their place, and their tensors."""
+    """Returns a layer's frozen weights, the layer with None in their place, and their tensors."""
     weights = scratch.packed(layer)
     parts: list[Tensor] = []
     forms = []
@@ -69,12 +69,12 @@ _DTYPES = {"nf4": (torch.uint8, torch.float32), "mxfp4": (torch.uint8, torch.uin
 
 
 def as_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The parts of a weight without nested scales by name, as uint8."""
+    """Returns the parts of a weight without nested scales by name, as uint8."""
     return {"data": weight.data.view(torch.uint8), "scales": weight.scales.view(torch.uint8)}
 
 
 def empty_bytes(form: QuantizedWeight, device: Any) -> dict[str, Tensor]:
-    """Zeros of the parts of such a weight."""
+    """Returns zeros of the parts of such a weight."""
     expected = quantised_checks.expected_parts("MoE", "weight", form)
     made = {}
     for (name, (_, shapes, _)), dtype in zip(expected.items(), _DTYPES[form.format], strict=True):
@@ -84,7 +84,7 @@ def empty_bytes(form: QuantizedWeight, device: Any) -> dict[str, Tensor]:
 
 
 def from_bytes(form: QuantizedWeight, data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """The weight with these parts, decoded to `dtype`."""
+    """Returns the weight with these parts, decoded to `dtype`."""
     of_data, of_scales = _DTYPES[form.format]
     name = str(dtype).removeprefix("torch.")
     return form._replace(data=data.detach().view(of_data), scales=scales.detach().view(of_scales), dtype=name)

@@ -1,4 +1,4 @@
-"""The router for autograd: over plain calls, over operators, and its logits."""
+"""The router for autograd: one form over plain calls, one over operators, and the logits."""
 
 import contextlib
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ Tensor = torch.Tensor
 
 
 class OperatorRoute(torch.autograd.Function):
-    """The router by operators: weights, ids and ROUTER_SUMS, empty where not asked for."""
+    """The router by operators. It gives weights, ids and ROUTER_SUMS, empty if not asked for."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        """arguments: of Routing, k, and of RouterOptions."""
+        """Routes. arguments: those of Routing, k, and those of RouterOptions."""
         made: tuple[Tensor, ...] = route(*arguments)
         return made
 
@@ -48,7 +48,7 @@ class OperatorRoute(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Calls of a batch become one call with all their tokens. Only the logits may differ; a bias serves all."""
+        """Makes the calls of a batch one call with all their tokens. Only the logits may differ; a bias serves all."""
         logits, bias, *rest = inputs
         number = len(Routing._fields) - 2
         alone = all(dim is None for dim in in_dims[1 : len(Routing._fields)]) and (bias is None or bias.dim() == 1)
@@ -65,8 +65,9 @@ class OperatorRoute(torch.autograd.Function):
 
 
 class EagerRoute(torch.autograd.Function):
-    """call: k, and by name the options of `moeblaze_cupy.route` that are no tensors; an int of sequences is one.
+    """The router by plain calls.
 
+    call: k, and by name the options of `moeblaze_cupy.route` that are no tensors; an int of sequences is one.
     others: the tensors of ROUTE_OTHERS, None where absent; () if all are, as apply looks at each argument.
     """
 
@@ -76,7 +77,7 @@ class EagerRoute(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         k, ctx.options = call
         weights, chosen, *sums = mb.route(logits, k, **ctx.options, **named(ROUTE_OTHERS, others))
-        ctx.save_for_backward(logits, weights, chosen, *others[2:])  # without what takes part in the choice alone
+        ctx.save_for_backward(logits, weights, chosen, *others[2:])  # the others take part in the choice alone
         ctx.mark_non_differentiable(chosen)
         ctx.set_materialize_grads(False)
         return (weights, chosen, *sums[0]) if sums else (weights, chosen)
@@ -100,7 +101,7 @@ ROUTE_OTHERS = ("bias", "ids", "token_offsets", "token_mask", "sequences")
 
 
 def named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Any]:
-    """The tensors that are not None, by name. tensors: one for each name, or () where all are absent."""
+    """Returns the tensors that are not None, by name. tensors: one for each name, or () where all are absent."""
     return {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
 
 
@@ -108,9 +109,9 @@ _MM_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 
 class _RouterLogits(torch.autograd.Function):
-    """x (L, d) times weight (E, d), both bf16 or fp16 on CUDA: (L, E) float32, summed and handed out in float32.
+    """The product of x (L, d) and weight (E, d), both bf16 or fp16 on CUDA: (L, E) summed and returned in float32.
 
-    Masked tokens are zeros, as of `router_logits`. Backward makes the copy of x that has them, so that none is kept.
+    Masked tokens are zeros, as in `router_logits`. Backward makes the copy of x that has them, so that none is kept.
     """
 
     @staticmethod
@@ -131,12 +132,12 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def without_masked(rows: Tensor, token_mask: Tensor | None) -> Tensor:
-    """rows (L, n), of zeros where token_mask (L,) is False."""
+    """Returns rows (L, n), with zeros where token_mask (L,) is False."""
     return rows if token_mask is None else torch.where(token_mask[:, None], rows, 0)
 
 
 def router_logits(x: Tensor, weight: Tensor, token_mask: Tensor | None = None) -> Tensor:
-    """(L, E) in float32 (float64 of such x), under torch.autocast too.
+    """Returns logits (L, E) in float32 (float64 for such x), under torch.autocast too.
 
     token_mask: (L,) bool. Tokens where it is False are zeros to the product, whatever is in x. The gradient of the
     weight is a product with x, in which 0 * NaN would be NaN.

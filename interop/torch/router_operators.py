@@ -29,13 +29,13 @@ class Routing(NamedTuple):
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None and name != but}
 
 
-# What the router's backward reads of a call, beside weights and ids as they were handed out.
+# Tensors of a call that the router's backward reads beside the returned weights and ids.
 READ_BY_ROUTER = ("logits", "token_offsets", "token_mask", "sequences")
 ROUTER_SUMS = ("score_sums", "z_sums", "entropy_sums")
 
 
 def _router_options(options: RouterOptions, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that `route` takes beside these tensors: without sequences where those are a tensor."""
+    """Returns the options that `route` takes beside these tensors, without sequences if those are a tensor."""
     named = options._asdict()
     if "sequences" in given:
         del named["sequences"]
@@ -48,7 +48,7 @@ def _route(*arguments: Any) -> tuple[Tensor, ...]:
     with torch.no_grad():
         weights, ids, *sums = mb.route(k=k, **given, **_router_options(options, given))
     if routing.ids is not None and ids.data_ptr() == routing.ids.data_ptr():
-        ids = ids.clone()  # an operator hands out no memory that it was given
+        ids = ids.clone()  # an operator may not return memory that it was given
     made = tuple(sums[0]) if sums else (None,) * len(ROUTER_SUMS)
     return weights, ids, *(nothing(weights) if total is None else total for total in made)
 
@@ -59,12 +59,12 @@ def _checked_router_options(function: str, options: RouterOptions) -> RouterOpti
 
 
 def asked_sums(names: Sequence[str]) -> tuple[bool, ...]:
-    """Which of ROUTER_SUMS these names of `route`'s argument sums ask for."""
+    """Returns those of ROUTER_SUMS that these names of `route`'s argument sums ask for."""
     return any(name in names for name in SHARES), "z" in names, "entropy" in names
 
 
 def _sums_shapes(options: RouterOptions, given: Mapping[str, Any], E: Any) -> tuple[tuple[Any, ...], ...]:
-    """The shapes of ROUTER_SUMS, (0,) for a sum that is not asked for."""
+    """Returns the shapes of ROUTER_SUMS, (0,) for a sum that is not asked for."""
     S = given["sequences"].shape[0] - 1 if "sequences" in given else options.sequences
     asked = zip(((S, E), (S,), (S,)), asked_sums(options.sums), strict=True)
     return tuple(shape if wanted else (0,) for shape, wanted in asked)
@@ -94,7 +94,7 @@ class _RouterGrads(NamedTuple):
 
 
 def _router_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], RouterOptions]:
-    """The tensors of a call of `route_backward` by name, and its options."""
+    """Returns the tensors of a call of `route_backward` by name, and its options."""
     grads, *read, options = split(arguments, _RouterGrads, len(READ_BY_ROUTER), RouterOptions)
     given = {**grads._asdict(), **dict(zip(READ_BY_ROUTER, read, strict=True))}
     given["ids"] = given.pop("chosen")

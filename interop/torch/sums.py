@@ -1,4 +1,4 @@
-"""Weights that are gathered from the shards of ranks: whether they are there, and who sums their gradients over ranks.
+"""Weights gathered from the shards of ranks: their presence, and the owners that sum their gradients over ranks.
 
 Autograd does not get a gradient that its owner sums, a `fsdp.sums.ShardReducer`. The layer looks here for its weights.
 """
@@ -11,34 +11,34 @@ import torch
 from moeblaze_cupy.interop.torch import private
 
 Tensor = torch.Tensor
-_shards: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the whole parameter's storage
+_shards: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # keyed by the whole parameter's storage
 
-# Nodes of autograd that pass a gradient on as it is, in another shape. The first is of what travels in e4m3.
+# Nodes of autograd that pass a gradient on as it is, in another shape. The first is for weights in e4m3.
 VIEWS = ("_ShapeBackward", *private.VIEW_NODES)
 
 
 class Owners(NamedTuple):
-    """Of a layer's weights; None for a weight that requires no gradient."""
+    """The owners of a layer's weights; None for a weight that requires no gradient."""
 
     w1: Any
     w2: Any
-    nodes: tuple[Any, Any]  #: of autograd, where the gradients would end
+    nodes: tuple[Any, Any]  #: autograd's nodes where the gradients would end
     transposed: tuple[bool, bool]  #: the memory order of each weight (E, M, N) is that of (E, N, M)
 
     def ready(self, needs: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of "w1" and "w2" in `needs` if their owners take them in this backward, else none."""
+        """Returns those of "w1" and "w2" in `needs` if their owners take them in this backward, else none."""
         names = tuple(name for name in ("w1", "w2") if name in needs)
         taken = all(getattr(self, name).is_ready() and private.is_reached(self.nodes[name == "w2"]) for name in names)
         return names if taken else ()
 
     def sum(self, weights: tuple[Tensor, Tensor], pending: Any, names: tuple[str, ...]) -> None:
-        """Takes the gradients of w1 (E, d, 2h) or (E, d, h), and w2 (E, h, d). pending: of `moe_backward_data`."""
+        """Takes the gradients of w1 (E, d, 2h) or (E, d, h), and w2 (E, h, d). pending: `moe_backward_data`'s."""
         of = {name: (weights[name == "w2"], self.transposed[name == "w2"], getattr(self, name)) for name in names}
         getattr(self, names[0]).sums.sum(of, pending)
 
 
 def register(whole: Tensor, shard: Any) -> None:
-    """shard: a `fsdp_gather.Shard` of what is in whole's storage. It keeps `whole`, and is forgotten with its end."""
+    """Registers a `fsdp_gather.Shard` of the parameter in whole's storage until its end. The shard keeps `whole`."""
     _shards[private.storage_id(whole)] = shard
 
 
@@ -52,9 +52,9 @@ def expect_gathered(*weights: Tensor | None) -> None:
 
 
 def _owner(weight: Tensor) -> Any:
-    """Of a weight (E, M, N) that is all of a parameter, in either memory order; None without one."""
+    """Returns the owner of a weight (E, M, N) that is all of a parameter, in either memory order; None without one."""
     owner = getattr(_shards.get(private.storage_id(weight)), "owner", None)
-    if owner is None or weight.dim() != 3:  # which the layer's checks name
+    if owner is None or weight.dim() != 3:  # the layer's checks name such a weight
         return None
     E, M, N = weight.shape
     whole = weight.storage_offset() == 0 and weight.stride() in ((M * N, N, 1), (M * N, 1, M))
@@ -62,7 +62,7 @@ def _owner(weight: Tensor) -> Any:
 
 
 def _end_of(weight: Tensor) -> Any:
-    """The node of autograd where a weight's gradient ends, if it gets there as it is."""
+    """Returns the node of autograd where a weight's gradient ends, if it gets there as it is."""
     node: Any = torch.autograd.graph.get_gradient_edge(weight).node
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
@@ -70,7 +70,7 @@ def _end_of(weight: Tensor) -> Any:
 
 
 def owners_of(w1: Tensor, w2: Tensor) -> Owners | None:
-    """Of a layer's weights, if each that requires a gradient has one, and they sum alike."""
+    """Returns the owners of a layer's weights, if each that requires a gradient has one, and they sum alike."""
     if not _shards:
         return None
     owners: list[Any] = [None, None]

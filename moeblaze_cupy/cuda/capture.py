@@ -6,10 +6,10 @@ _RELAXED = 2  # a CUstreamCaptureMode
 
 
 def allow_unsafe_calls() -> None:
-    """Lets this thread load kernels while another captures a graph. By default that would make the capture invalid."""
+    """Lets this thread load kernels while another captures a graph, which would otherwise make the capture invalid."""
     mode = ctypes.c_int(_RELAXED)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # without a driver nothing is captured, and the thread finds it out
+    except OSError:  # nothing is captured without a driver, and the thread finds that out
         return
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -9,7 +9,7 @@ from moeblaze_cupy.frameworks import Buffer
 
 
 def configure(number: int) -> Launch:
-    """Zeroes `number` int32 elements at a multiple of 16 bytes. The launch after it may overlap with it."""
+    """Returns a launch that zeroes `number` int32 at a multiple of 16 bytes. The next launch may overlap with it."""
     threads = launch_config.CLEAR_THREADS
     blocks = max(1, min(launch_config.ceil_div(number, 4 * threads), launch_config.CLEAR_BLOCKS))
     return Launch(loader.entry("clear.cu", "clear"), (blocks,), threads, ("memory",), {"number": number})
@@ -29,7 +29,7 @@ class Zeros:
         return cls(tuple(starts), size, configure(size))
 
     def make(self, run: Runtime) -> tuple[Buffer, list[int]]:
-        """The buffer, and the address of each array."""
+        """Returns the buffer, and the address of each array."""
         buffer = run.empty((self.size,), "int32")
         run.launch(self.clear, buffer.ptr)
         return buffer, [buffer.ptr + 4 * start for start in self.starts]

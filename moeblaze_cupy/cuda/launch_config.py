@@ -1,7 +1,7 @@
 """Launch geometry: pure functions of shapes and device limits, no CuPy, no GPU.
 
 A number that a launch and its kernel must agree on is stated here alone. `kernel_constants` names those of a source,
-and `loader` gives them to the compiler. What the kernels assume about them is asserted when they are compiled.
+and `loader` gives them to the compiler. The kernels' assumptions about them are asserted when they are compiled.
 """
 
 import functools
@@ -13,92 +13,92 @@ from typing import NamedTuple
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
 TILE_COLUMNS = 128  # BN of the portable GEMMs
 GEMM_THREADS = 128
-GEMM_BLOCKS = 2  # of the portable GEMMs that a multiprocessor has registers for
-STAGE_BYTES = 32 * 1024  # of the portable GEMMs: BM x BK of A beside BK x BN of B
-STATIC_BYTES = 2048  # of shared memory that a portable GEMM may declare beside its stages
-RESERVED_BYTES = 1024  # of shared memory that the driver keeps for each block
-PANEL_COLUMNS = 256  # of the portable tier's panels, of Hopper's column tiles, and of a warp's sums
+GEMM_BLOCKS = 2  # blocks of a portable GEMM that a multiprocessor has registers for
+STAGE_BYTES = 32 * 1024  # a stage of the portable GEMMs: BM x BK of A beside BK x BN of B
+STATIC_BYTES = 2048  # shared memory that a portable GEMM may declare beside its stages
+RESERVED_BYTES = 1024  # shared memory that the driver keeps for each block
+PANEL_COLUMNS = 256  # width of the portable tier's panels, of Hopper's column tiles, and of a warp's sums
 HOPPER_THREADS = 384  # a producer warpgroup and two of consumers
 HOPPER_STAGES = 3
-MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
-ONE_PANEL_ELEMENTS = 2**24  # of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
+MAX_PANEL_COLUMNS = 2048  # greatest width of Hopper's panels
+ONE_PANEL_ELEMENTS = 2**24  # elements of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
 STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
-STEP_BYTES = 2 * STEP_ROWS  # of a row in a stage, and so BK of e4m3
+STEP_BYTES = 2 * STEP_ROWS  # a row in a stage, and so BK of e4m3
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
-HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead
+HOPPER_SPARE_BYTES = 16 * 1024  # memory that an epilogue reads ahead into
 WGRAD_SPARE_BYTES = 4 * 1024  # the tokens of a weight gradient
 SQUARE_TILE = 192  # rows and columns of a square tile on Hopper
 SQUARE_SPARE_BYTES = 9 * 1024  # a bias of a product's square tile for each of 12 warps
-SQUARE_ROWS = 8 * SQUARE_TILE  # of an expert on average, for which products have square tiles
-MAX_WAVES = 4  # of tiles of splits per launch, see split_k
-SPLIT_ROWS = 1024  # what a split's tile of float32 sums costs, in the time of a tile's rows
-ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # what adding the sums costs, likewise
-MAX_EXPERTS = 4096  # of dispatch, which keeps counters and lists of all experts in shared memory
+SQUARE_ROWS = 8 * SQUARE_TILE  # an expert's average rows for which products have square tiles
+MAX_WAVES = 4  # waves of tiles of splits per launch, see split_k
+SPLIT_ROWS = 1024  # cost of a split's tile of float32 sums, in the time of a tile's rows
+ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # cost of adding the sums, in the same unit
+MAX_EXPERTS = 4096  # dispatch keeps counters and lists of all experts in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
-MIN_COLUMNS = 8  # of dispatch_route's matrix: a lane reads 8 counters of 16 bits at a time
-MIN_COUNT_COLUMNS = 4  # of dispatch_count's matrix: a lane reads 4 counters of 32 bits at a time
+MIN_COLUMNS = 8  # columns of dispatch_route's matrix: a lane reads 8 counters of 16 bits at a time
+MIN_COUNT_COLUMNS = 4  # columns of dispatch_count's matrix: a lane reads 4 counters of 32 bits at a time
 HELD_PIECES = 5  # 16-byte pieces of dispatch_route's matrix per thread, which keeps their prefix sums in registers
-ALONE_SLOTS = 2048  # that one block of dispatch_route takes, and counts, by itself
-DISPATCH_THREADS = (512, 1024)  # per block of both kernels of dispatch.cu
+ALONE_SLOTS = 2048  # slots that one block of dispatch_route takes, and counts, by itself
+DISPATCH_THREADS = (512, 1024)  # threads per block of both kernels of dispatch.cu
 EXPERT_LISTS = 5  # lists of dispatch_route in shared memory, of E + 1 int32 on average
 MIN_GROUPS = 3  # groups of threads that sum the counts over blocks; fewer work as one group, without scratch memory
 MAX_GRID_Y = 65535  # blocks along a grid's y and z, by CUDA
 MAX_ROUTER_EXPERTS = 4096
 MAX_ROUTER_K = 64
-ROUTER_SUM_BLOCKS = 528  # at most, of sums or groups: what an H200 holds at one time; fixed, for sums that repeat
-ROUTER_SUM_ROWS = 32  # of the blocks' sums that are added side by side
+ROUTER_SUM_BLOCKS = 528  # most blocks with sums or groups: what an H200 holds at once; fixed, so that sums repeat
+ROUTER_SUM_ROWS = 32  # rows of the blocks' sums that are added side by side
 ROUTER_LISTED = 64  # keys of a token that are ranked by pairs
 ROUTER_LANE_K = 8  # experts that one lane chooses and weighs, at most
 ROUTER_LISTED_ROW = 208  # bytes: 24 entries that such a lane chooses from, and their number
-AGGREGATE_TOKENS = 8  # per block, a warp each
-SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
-BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
+AGGREGATE_TOKENS = 8  # tokens per block, a warp each
+SLOTS_PER_BLOCK = 256  # slots of the router weights' gradients, a thread each
+BIAS_COLUMNS, BIAS_ROWS = 64, 32  # bias_bwd.cu: columns per block, and rows at a time
 BIAS_THREADS = BIAS_COLUMNS // 8 * BIAS_ROWS  # 8 columns each
-BOUND_THREADS = 256  # per block of bound_slots.cu
-TILES_THREADS = 1024  # of square_tiles.cu's one block
-PULL_THREADS = 512  # per block of pull.cu
-PULL_BLOCKS = 64  # of pull.cu for rows of PULL_BYTES or more: NVLink is full with fewer, the memory here not
-PULL_BYTES = 4096  # that a warp of pull.cu loads before it stores the first
-PULL_SLOT_ROWS = 64  # per block of pull_slots
-GROUP_COLUMNS = 128  # of a row that share a scale in e4m3
-SAVED_WARPS = 8  # per block of saved_fp8.cu
-SAVED_BLOCKS = 16  # per multiprocessor
-QUANTIZE_THREADS = 256  # per block of quantize.cu
-QUANTIZE_VECTORS = 4  # of 8 elements of a row that a thread has in registers
+BOUND_THREADS = 256  # threads per block of bound_slots.cu
+TILES_THREADS = 1024  # threads of square_tiles.cu's one block
+PULL_THREADS = 512  # threads per block of pull.cu
+PULL_BLOCKS = 64  # blocks of pull.cu for rows of PULL_BYTES or more: fewer fill NVLink, but not the memory here
+PULL_BYTES = 4096  # bytes that a warp of pull.cu loads before it stores the first
+PULL_SLOT_ROWS = 64  # rows per block of pull_slots
+GROUP_COLUMNS = 128  # columns of a row that share a scale in e4m3
+SAVED_WARPS = 8  # warps per block of saved_fp8.cu
+SAVED_BLOCKS = 16  # blocks per multiprocessor
+QUANTIZE_THREADS = 256  # threads per block of quantize.cu
+QUANTIZE_VECTORS = 4  # vectors of 8 elements of a row that a thread has in registers
 QUANTIZE_TILE = 128  # rows and columns of a weight per block
-DECODE_THREADS = 256  # per block of decode.cu
-DECODE_STEPS = 8  # of eight elements each, that a thread loads before it stores the first
-ENCODE_THREADS = 128  # per block of encode.cu
-RANK_EXPERTS_THREADS = 32  # of rank_experts.cu: a warp
-LORA_PACK_THREADS = 256  # per block of lora_pack.cu and lora_sums.cu
-LORA_THREADS = 128  # per block of lora_rows.cu and lora_gram.cu
+DECODE_THREADS = 256  # threads per block of decode.cu
+DECODE_STEPS = 8  # steps of eight elements that a thread loads before it stores the first
+ENCODE_THREADS = 128  # threads per block of encode.cu
+RANK_EXPERTS_THREADS = 32  # threads of rank_experts.cu: a warp
+LORA_PACK_THREADS = 256  # threads per block of lora_pack.cu and lora_sums.cu
+LORA_THREADS = 128  # threads per block of lora_rows.cu and lora_gram.cu
 LORA_STAGES = 4
-LORA_ROWS = TILE_ROWS // 2  # per block of lora_rows.cu
-LORA_COLUMNS = 128  # per block of lora_gram.cu
-PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
-SELECT_THREADS = 1024  # per block of selections over many tokens
-SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
-FINISH_THREADS = 1024  # per block that selects among the candidates of a column
-FINISH_SHARED_BYTES = 34 * 1024  # of that: more than 4,000 candidates of 8 bytes, and counters
+LORA_ROWS = TILE_ROWS // 2  # rows per block of lora_rows.cu
+LORA_COLUMNS = 128  # columns per block of lora_gram.cu
+PARTS_GROUPS = 256  # groups of 8 columns per block of wgrad_parts.cu, a thread each
+SELECT_THREADS = 1024  # threads per block of selections over many tokens
+SPLIT_SHARED_BYTES = 96 * 1024  # columns_split: 383 candidates of 8 bytes for each of 32 columns
+FINISH_THREADS = 1024  # threads per block that selects among the candidates of a column
+FINISH_SHARED_BYTES = 34 * 1024  # memory of such a block: more than 4,000 candidates of 8 bytes, and counters
 SELECT_BITS = 10  # the widest digit of a radix select
-SELECT_SHARED_BYTES = 128 * 1024  # of counters per block, where a block may have them
-SELECT_HISTOGRAM_BYTES = 64 * 1024 * 1024  # of a digit's counters of all columns
-PART_COUNTS = 2**16 - 1  # of what a block counts in 16 bits
-COUNT_THREADS = 512  # per block of tokens_per_expert and quantile_histogram
+SELECT_SHARED_BYTES = 128 * 1024  # counters per block, if a block may have so many
+SELECT_HISTOGRAM_BYTES = 64 * 1024 * 1024  # a digit's counters of all columns
+PART_COUNTS = 2**16 - 1  # greatest count of a block, which is in 16 bits
+COUNT_THREADS = 512  # threads per block of tokens_per_expert and quantile_histogram
 CLEAR_THREADS = 256
 CLEAR_BLOCKS = 528  # four per multiprocessor of an H200
-PAIRS_THREADS = 512  # per block of the lists of pairs, a word of 32 pairs each
+PAIRS_THREADS = 512  # threads per block of the lists of pairs, a word of 32 pairs each
 PAIRS_BLOCKS = 1024
-MAX_TILE = 2**30  # of token rounding
-MAX_BINS = 8192  # of quantile_histogram: a block's shared memory has room for one expert's
+MAX_TILE = 2**30  # greatest tile of token rounding
+MAX_BINS = 8192  # greatest number of quantile_histogram's bins: a block's shared memory has room for one expert's
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What the configurations depend on, read once per device."""
+    """The facts about a device on which configurations depend, read once per device."""
 
     compute_capability: int  # 90 for sm_90
     multiprocessors: int
@@ -212,18 +212,18 @@ _CONSTANTS = {
 
 
 def kernel_constants(source: str) -> dict[str, int]:
-    """What a kernel source is given as -DNAME=value in every variant."""
+    """Returns the constants that every variant of a kernel source gets as -DNAME=value."""
     return dict(_CONSTANTS[source])
 
 
 def pull_blocks(rows: int, row_bytes: int) -> int:
-    """Blocks of pull_rows. Warps that load short rows have less on its way, so there are more of them."""
+    """Returns the blocks of pull_rows. Warps that load short rows have less on its way, so there are more of them."""
     most = ceil_div(PULL_BLOCKS * PULL_BYTES, min(max(row_bytes, 512), PULL_BYTES))
     return min(ceil_div(rows, PULL_THREADS // 32), most)
 
 
 def quantize_threads(d: int) -> int:
-    """Threads of a row of d elements in quantize.cu: a power of two, with QUANTIZE_VECTORS each if that will do."""
+    """Returns the threads of a row of d elements in quantize.cu: a power of two, QUANTIZE_VECTORS each if possible."""
     threads = 32
     while threads < 1024 and threads * QUANTIZE_VECTORS * 8 < d:
         threads *= 2
@@ -231,7 +231,7 @@ def quantize_threads(d: int) -> int:
 
 
 class SavedFp8(NamedTuple):
-    """Where the first layer lies that save="fp8" keeps, in one buffer of bytes.
+    """The layout of the first layer that save="fp8" keeps in one buffer of bytes.
 
     R rows of h columns of each half in e4m3, in the order of w1's columns; from `scales` on their float32 scales
     (R, groups, halves), one for each row and GROUP_COLUMNS columns of a half, of which the last group may have fewer.
@@ -243,22 +243,22 @@ class SavedFp8(NamedTuple):
 
 
 def saved_fp8(rows: int, h: int, halves: int) -> SavedFp8:
-    """`rows` may be a symbolic size."""
+    """Returns the layout of the saved first layer. `rows` may be a symbolic size."""
     groups = ceil_div(h, GROUP_COLUMNS)
     scales = ceil_div(rows * h * halves, 16) * 16
     return SavedFp8(scales, groups, scales + 4 * rows * groups * halves)
 
 
 def check_forced_tier(forced: str | None) -> None:
-    """Raises ValueError for a tier that does not exist. forced: what MOEBLAZE_TIER says."""
+    """Raises ValueError for a tier that does not exist. forced: the value of MOEBLAZE_TIER."""
     if forced not in (None, "", "sm80", "sm90"):
         raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
 
 
 def tier(compute_capability: int, forced: str | None = None) -> str:
-    """The kernel family for a compute capability such as 90: Hopper's where it is 90, else the portable one.
+    """Returns the kernel family for a compute capability: Hopper's for 90, else the portable one.
 
-    forced: "sm80" or "sm90", what MOEBLAZE_TIER says. Raises RuntimeError below 80, or where it cannot be had.
+    forced: "sm80" or "sm90", the value of MOEBLAZE_TIER. Raises RuntimeError below 80, or if the GPU lacks it.
     """
     if compute_capability < 80:
         raise RuntimeError(
@@ -276,9 +276,9 @@ def tier(compute_capability: int, forced: str | None = None) -> str:
 def max_row_tiles(
     num_slots: int, num_experts: int, minimum: Callable[[int, int], int] = min, height: int = TILE_ROWS
 ) -> int:
-    """Upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert.
+    """Returns an upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert.
 
-    minimum: `min`, or what takes its place for symbolic sizes, which `min` would compare.
+    minimum: `min`, or its replacement for symbolic sizes, which `min` would compare.
     """
     return num_slots // height + minimum(num_experts, num_slots)
 
@@ -292,12 +292,12 @@ def index_lists(
     minimum: Callable[[int, int], int] = min,
     bounded: bool = False,
 ) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
-    """Where dispatch's lists lie in their one int32 buffer, in elements, and the size of the buffer.
+    """Returns the places of dispatch's lists in their one int32 buffer, in elements, and the size of the buffer.
 
     The first value gives the first element and the shape of each list. Lists follow each other without gaps.
     token_index_map is written 16 bytes at a time, so it comes first. The pairs of row_tiles are read 8 bytes at a
-    time, so an even number of elements comes before it. num_pairs: of slots, where tokens have any number of them; k
-    is None then. bounded: there are at most max_slots rows, and a count of the slots that found none.
+    time, so an even number of elements comes before it. num_pairs: the number of slots if tokens have any number
+    of them; k is None then. bounded: there are at most max_slots rows, and a count of the slots without a row.
     """
     slots_shape = (num_tokens, k) if k is not None else (0 if num_pairs is None else num_pairs,)
     slots = math.prod(slots_shape)
@@ -318,7 +318,7 @@ def index_lists(
 
 
 def size_class(number: int) -> int:
-    """`number` rounded up to one of 16 sizes per power of two, at most a sixteenth more.
+    """Returns `number` rounded up to one of 16 sizes per power of two, at most a sixteenth more.
 
     Buffers whose sizes change from step to step take these sizes, so that their layouts, and with them launch records,
     come again, and an allocator gets the same few sizes.

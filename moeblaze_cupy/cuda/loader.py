@@ -1,4 +1,4 @@
-"""Kernel sources to kernels and their launches: the only user of `cupy.RawModule`.
+"""Makes kernels and their launches from kernel sources; it is the only user of `cupy.RawModule`.
 
 A kernel is named by its source file, its entry and its JIT constants. CuPy keeps the compiled cubins on
 disk (`CUPY_CACHE_DIR`, else ~/.cupy/kernel_cache). Its key does not see included headers, so a digest of those that
@@ -20,22 +20,22 @@ from typing import Any
 
 from moeblaze_cupy.cuda import capture, launch_config, overlapping_launch
 from moeblaze_cupy.cuda import structs as params
-from moeblaze_cupy.cuda.structs import source_folder as source_folder  # for whoever reads the kernels
+from moeblaze_cupy.cuda.structs import source_folder as source_folder  # a name for readers of the kernels
 from moeblaze_cupy.cuda.structs import source_paths as source_paths
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 IMPLIED_MACROS = (
     *("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS", "EXPERT_SCALES"),
     *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS", "TILE_BYTES", "SPARE_BYTES"),
-)  # by the others
+)  # implied by the other constants
 
 SPLIT_COMPILE = "-split-compile=4"  # threads for the entries of a source that has many; NVRTC 13 takes it
 
 _lock = threading.Lock()
 _kernels: dict[tuple[int, "Variant"], "_Kernel"] = {}
 _modules: dict[tuple[str, tuple[tuple[str, str], ...]], "_Module"] = {}
-_ahead: deque[tuple[int, "_Module"]] = deque()  # what `compile_ahead` has asked for and nobody has begun
-_usable: Any = None  # CuPy, from when it has found a device
+_ahead: deque[tuple[int, "_Module"]] = deque()  # requests of `compile_ahead` that no thread has begun
+_usable: Any = None  # CuPy, once it has found a device
 
 
 @dataclass(frozen=True)
@@ -59,31 +59,31 @@ class Variant:
 
     @property
     def constants(self) -> str:
-        """The JIT constants as text, but for those that others imply."""
+        """Returns the JIT constants as text, except those that others imply."""
         return " ".join(f"{k.lower()}={v}" for k, v in self.macros if k not in IMPLIED_MACROS)
 
 
 @functools.cache
 def entry(source: str, name: str) -> Variant:
-    """An entry of a source without JIT constants."""
+    """Returns the variant of an entry whose source has no JIT constants."""
     return Variant(source, name)
 
 
 def variant_of(source: str, entry: str, macros: Mapping[str, str | int]) -> Variant:
-    """An entry of a source with JIT constants."""
+    """Returns the variant of an entry whose source has JIT constants."""
     return Variant(source, entry, tuple((k, str(v)) for k, v in macros.items()))
 
 
 def sources() -> list[str]:
-    """Names of the kernel sources, without headers."""
+    """Returns the names of the kernel sources, without headers."""
     return sorted(name for name in source_paths(source_folder()) if name.endswith(".cu"))
 
 
 @functools.cache
 def source_digest(source: str) -> str:
-    """Digest over a kernel source and the headers that it includes, by way of others too."""
+    """Returns a digest over a kernel source and the headers that it includes, directly or through others."""
     paths, names, digest = source_paths(source_folder()), [source], hashlib.sha256()
-    for name in names:  # which grows
+    for name in names:  # the list grows in the loop
         with open(paths[name], "rb") as file:
             code = file.read()
         digest.update(name.encode() + b"\0" + code + b"\0")
@@ -93,17 +93,17 @@ def source_digest(source: str) -> str:
 
 
 def has_line_info() -> bool:
-    """Whether kernels are compiled for Nsight Compute's source view, which MOEBLAZE_LINEINFO asks for."""
+    """Returns whether MOEBLAZE_LINEINFO asks for kernels compiled for Nsight Compute's source view."""
     return os.environ.get("MOEBLAZE_LINEINFO", "0") not in ("", "0")
 
 
 def source(variant: Variant) -> str:
-    """What is compiled: the source file, and after it assertions on the layout of its parameters.
+    """Returns the text to compile: the source file, then assertions on the layout of its parameters.
 
-    All variants of a source are given the same macros, an option that is off as 0. A missing one is an error: the
+    All variants of a source are given the same macros, and an option that is off is 0. A missing macro is an error: the
     pragma makes one of #if with an undefined name, which C++ takes for 0.
 
-    File and assertions have names for the compiler's messages. With line information that of the file is its path, by
+    File and assertions have names for the compiler's messages. With line information the file's name is its path, by
     which Nsight Compute and cuda-gdb find it.
     """
     path = source_paths(source_folder())[variant.source]
@@ -116,7 +116,7 @@ def source(variant: Variant) -> str:
 
 
 def options(variant: Variant) -> tuple[str, ...]:
-    """NVRTC options of a variant, without the architecture."""
+    """Returns the NVRTC options of a variant, without the architecture."""
     return (*_common_options(variant), *(f"-D{name}={value}" for name, value in _constants(variant).items()))
 
 
@@ -126,7 +126,7 @@ def _constants(variant: Variant) -> dict[str, str | int]:
 
 
 def _common_options(variant: Variant) -> tuple[str, ...]:
-    """Those that variants have in common, one list for each tier."""
+    """Returns the options that variants have in common, one list for each tier."""
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
     line_info = ("-lineinfo",) if has_line_info() else ()
@@ -136,7 +136,7 @@ def _common_options(variant: Variant) -> tuple[str, ...]:
 
 
 def import_cupy() -> Any:
-    """CuPy with a usable device. Raises RuntimeError saying what is missing and what to install or update."""
+    """Returns CuPy with a usable device. Raises RuntimeError saying what is missing and what to install or update."""
     global _usable
     if _usable is not None and sys.modules.get("cupy") is _usable:
         return _usable
@@ -161,7 +161,7 @@ def import_cupy() -> Any:
 
 
 def device_limits(device: int) -> launch_config.DeviceLimits:
-    """What launch configurations depend on. MOEBLAZE_TIER is read here alone, where a layout is new."""
+    """Returns the device's limits for launch configurations. MOEBLAZE_TIER is read here alone, for a new layout."""
     return _device_limits(device, os.environ.get("MOEBLAZE_TIER"))
 
 
@@ -192,11 +192,11 @@ class _Module:
 
     def __init__(self, variant: Variant) -> None:
         self.variant, self.lock = variant, threading.Lock()
-        self.devices: set[int] = set()  # that have it
+        self.devices: set[int] = set()  # devices on which it is loaded
         self._raw: Any = None
 
     def on(self, device: int) -> Any:
-        """A `cupy.RawModule`, compiled or taken from the disk, and loaded on the current device, which this is."""
+        """Returns a `cupy.RawModule`, compiled or from the disk, loaded on this device, which is the current one."""
         with self.lock:
             if self._raw is None:
                 self._raw = self._new()
@@ -206,7 +206,7 @@ class _Module:
             return self._raw
 
     def _new(self) -> Any:
-        """Constants go into the source: for each new list of options CuPy compiles an empty file, for its cache."""
+        """Puts constants into the source, as CuPy compiles an empty file for its cache for each new list of options."""
         cupy, variant = import_cupy(), self.variant
         defines = "".join(f"#define {name} {value}\n" for name, value in _constants(variant).items())
         options = _common_options(variant)
@@ -222,13 +222,14 @@ def _module(variant: Variant) -> _Module:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compile_ahead(device: int, variants: Iterable[Variant]) -> bool:
-    """Has other threads compile and load what the device has not yet, in this order; returns at once whether that is
-    anything.
+    """Makes other threads compile and load what the device still lacks, in this order.
+
+    Returns at once, and says whether anything was missing.
 
     A launch compiles its kernel itself if no thread has begun, else it waits for that thread. Errors come there, too.
     """
@@ -255,7 +256,7 @@ def _help() -> None:
 
 
 class _Thread(threading.local):
-    """What one thread keeps: the devices whose contexts it has."""
+    """The state of one thread: the devices whose contexts it has."""
 
     def __init__(self) -> None:
         self.bound: set[int] = set()
@@ -276,10 +277,10 @@ class _Kernel:
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
 
     def launcher(self, geometry: tuple[int, ...], overlaps: bool) -> Callable[[int, int, int], None]:
-        """A function of a stream, a pointer to the list of arguments, and 0, for threads with the device's context.
+        """Returns a function of a stream, a pointer to the argument list, and 0, for threads with the device's context.
 
-        geometry: grid and block, three numbers each, and bytes of shared memory. overlaps: with the launch before it,
-        where device and driver can.
+        geometry: grid and block, three numbers each, and bytes of shared memory. overlaps: it may overlap with the
+        launch before it, if device and driver can do that.
         """
         cuda = sys.modules["cupy"].cuda
         if overlaps and overlapping_launch.supported(self.compute_capability, cuda.runtime.driverGetVersion()):
@@ -288,7 +289,7 @@ class _Kernel:
         return functools.partial(cuda.driver.launchKernel, self.pointer, *geometry)
 
     def refused(self, geometry: tuple[int, ...], error: RuntimeError) -> RuntimeError:
-        """The driver's error with the kernel's name. geometry: grid, block and bytes of shared memory."""
+        """Returns the driver's error with the kernel's name. geometry: grid, block and bytes of shared memory."""
         return RuntimeError(
             f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry[:3]}, {geometry[3]} threads and "
             f"{geometry[6]} bytes of shared memory to succeed, got {error}"
@@ -302,7 +303,7 @@ class _Kernel:
 
 
 def kernel(device: int, variant: Variant, shared_bytes: int = 0) -> _Kernel:
-    """The launchable kernel on a device (which must be current), compiled at first use."""
+    """Returns the launchable kernel on a device (which must be current), compiled at first use."""
     found = _kernels.get((device, variant))
     if found is None:
         made = _Kernel(device, variant)  # not under the lock: other threads compile other kernels meanwhile
@@ -329,7 +330,7 @@ def clear(pointer: int, nbytes: int, stream: int) -> None:
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether a graph is being captured from this stream of the current device."""
+    """Returns whether a graph is being captured from this stream of the current device."""
     return bool(import_cupy().cuda.runtime.streamIsCapturing(stream))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-_LEAST_DRIVER = 12030  # from CUDA 12.3 on graphs have edges for such launches
+_LEAST_DRIVER = 12030  # CUDA 12.3: graphs have edges for such launches from then on
 _LEAST_CAPABILITY = 90
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a CUlaunchAttributeID
 # A CUlaunchAttribute of 72 bytes: the id, padding, and 1 in a union of 64 bytes. Launches hold its address, so the
@@ -16,7 +16,7 @@ _ATTRIBUTE = np.array([_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1] + 15 * [0], np.
 
 
 def supported(compute_capability: int, driver_version: int) -> bool:
-    """driver_version: of CUDA, 1000 * major + 10 * minor."""
+    """Returns whether GPU and driver can do such launches. driver_version: CUDA's, 1000 * major + 10 * minor."""
     return compute_capability >= _LEAST_CAPABILITY and driver_version >= _LEAST_DRIVER
 
 

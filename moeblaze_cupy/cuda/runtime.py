@@ -38,9 +38,9 @@ class Tiles(NamedTuple):
 class Launch:
     """One kernel launch without its addresses.
 
-    addresses: the names, in the kernel's struct, of what `Runtime.launch` is given, in that order. Names that the
-    struct does not have are left out, as the tiers' kernels differ in a few. scalars: the struct's numbers. maps: its
-    tensor maps, without their addresses. why: what decided for this variant and grid, for `explain`. overlaps: it may
+    addresses: the names, in the kernel's struct, of `Runtime.launch`'s addresses, in that order. Names that the struct
+    does not have are left out, as the tiers' kernels differ in a few. scalars: the struct's numbers. maps: its
+    tensor maps, without their addresses. why: the reasons for this variant and grid, for `explain`. overlaps: it may
     start while the launch before it in the stream ends; see wait_for_last_launch in kernels_cu/common/ptx_sm80.cuh.
     """
 
@@ -54,7 +54,7 @@ class Launch:
     why: tuple[str, ...] = ()
     tiles: Tiles | None = None
     overlaps: bool = False
-    bound: dict[int, "_Bound"] = field(default_factory=dict, repr=False)  # by device
+    bound: dict[int, "_Bound"] = field(default_factory=dict, repr=False)  # bound launches by device
 
     @property
     def params(self) -> Params:
@@ -67,7 +67,7 @@ class Launch:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What `explain` and MOEBLAZE_LOG print: kernel and geometry, then the variant's constants, tiles, reasons."""
+        """Returns `explain`'s and MOEBLAZE_LOG's lines: kernel, geometry, the variant's constants, tiles, reasons."""
         grid = " x ".join(map(str, self.grid))
         shared = f", {self.shared_bytes:,} bytes of dynamic shared memory" if self.shared_bytes else ""
         found = [f"{self.variant.source}:{self.variant.entry}, grid {grid}, {self.threads} threads{shared}"]
@@ -97,7 +97,7 @@ class _Arguments:
             values[name] = scalars[name]
         addresses = np.array([raw.ctypes.data], np.uint64)
         self.memory, self.pointer = raw.data, addresses.ctypes.data
-        self.encoded: tuple[int | None, ...] = (None,) * len(params.maps)  # the address in each map
+        self.encoded: tuple[int | None, ...] = (None,) * len(params.maps)  # address in each map
         pointers = struct.Struct(f"={len(params.pointers)}Q")
         self.pack = functools.partial(pointers.pack_into, self.memory, 128 * len(params.maps))
         self._keep = addresses
@@ -148,7 +148,7 @@ class _Bound:
         self.free.append(arguments)
 
     def _encode(self, arguments: _Arguments, addresses: tuple[int, ...]) -> None:
-        """Writes the tensor maps whose addresses are others than those of the last launch."""
+        """Writes the tensor maps whose addresses differ from those of the last launch."""
         for i, (address, before) in enumerate(zip(addresses, arguments.encoded, strict=True)):
             if address != before:
                 arguments.memory[128 * i : 128 * (i + 1)] = tensor_map.encode(address, self.maps[i])
@@ -156,14 +156,14 @@ class _Bound:
 
 
 def _picked(names: tuple[str, ...], picked: tuple[str, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """A function that takes the values of `picked` out of one for each of `names`."""
+    """Returns a function that picks the values of `picked` from a sequence with one value for each of `names`."""
     first, *others = map(names.index, picked or names[:1])
     return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))  # a tuple in both cases
 
 
 @dataclass(slots=True)
 class Runtime:
-    """Where one call runs: whose allocator (a framework of `frameworks`), which device, which stream (a pointer)."""
+    """The place where one call runs: allocator (a framework of `frameworks`), device, stream (a pointer)."""
 
     framework: arrays.DeviceFramework
     device: int
@@ -171,12 +171,12 @@ class Runtime:
 
     @classmethod
     def current(cls, framework: arrays.DeviceFramework, device: int) -> "Runtime":
-        """On the framework's current stream of the device, which must be current."""
+        """Returns a runtime on the framework's current stream of the device, which must be current."""
         loader.bind_context(device)
         return cls(framework, device, framework.stream(device))
 
     def empty(self, shape: tuple[int, ...], dtype: str, transposed: bool = False) -> Buffer:
-        """New memory of the framework's, without contents; see `arrays.DeviceFramework`."""
+        """Returns new uninitialised memory of the framework; see `arrays.DeviceFramework`."""
         return self.framework.empty(shape, dtype, self.device, transposed)
 
     def clear(self, address: int, nbytes: int) -> None:
@@ -192,7 +192,7 @@ class Runtime:
 
 
 def launches_in(steps: Any) -> Iterator[Launch]:
-    """The launches among the fields of what an operation was configured to, in their order."""
+    """Returns the launches among the fields of an operation's configuration, in their order."""
     if isinstance(steps, Launch):
         yield steps
     elif isinstance(steps, tuple):
@@ -203,12 +203,12 @@ def launches_in(steps: Any) -> Iterator[Launch]:
 
 
 def compile_ahead(device: int, steps: Any) -> bool:
-    """Has other threads compile the kernels of an operation; False if all are compiled."""
+    """Makes other threads compile the kernels of an operation. Returns False if all are compiled."""
     return loader.compile_ahead(device, (launch.variant for launch in launches_in(steps)))
 
 
 def current_device(device: int) -> AbstractContextManager[Any]:
-    """A context manager within which the device is current."""
+    """Returns a context manager within which the device is current."""
     cuda = loader.import_cupy().cuda
     return _ALREADY_CURRENT if cuda.runtime.getDevice() == device else cuda.Device(device)
 
@@ -216,8 +216,8 @@ def current_device(device: int) -> AbstractContextManager[Any]:
 _ALREADY_CURRENT = nullcontext()
 
 
-MAX_RECORDS = 256  # of each cache: layouts that come once, such as those of varying numbers of tokens, push others out
-Key = tuple[Any, ...]  # what two calls share if one record serves both
+MAX_RECORDS = 256  # records per cache: layouts that come once, as with varying numbers of tokens, push others out
+Key = tuple[Any, ...]  # a key that two calls share if one record serves both
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.Lock()
@@ -231,21 +231,21 @@ class Record:
 
     framework: arrays.DeviceFramework
     device: int
-    plan: Any  # what the public function's operation was configured to
+    plan: Any  # the configuration of the public function's operation
 
 
 def cached(configure: Function) -> Function:
-    """Keeps what a pure function of layouts, options and device limits returned."""
+    """Keeps the results of a pure function of layouts, options and device limits."""
     kept = functools.lru_cache(maxsize=MAX_RECORDS)(configure)
     _caches.append(kept)
     return kept  # type: ignore[return-value]  # it is called as `configure` is
 
 
 def key_of(function: str, options: Any, given: Sequence[Any]) -> tuple[Key | None, list[int]]:
-    """The key of a call's record, its layouts last, and the addresses of its arrays: 0 for an absent one, None.
+    """Returns the key of a call's record, its layouts last, and the addresses of its arrays: 0 for an absent one, None.
 
     The key is None for arrays that neither CuPy nor torch made, and for arrays of more than one framework. Such calls
-    have no record. Nor has a call on the CPU, though tensors there have a key.
+    have no record. A call on the CPU has none either, though tensors there have a key.
     """
     framework = arrays.device_framework_of(tuple(map(type, given)))
     if framework is None:
@@ -275,7 +275,7 @@ def keep(key: Key | None, record: Record) -> Record:
 
 
 def forget() -> None:
-    """Drops all records, for whoever changes what they are made from, such as MOEBLAZE_TIER."""
+    """Drops all records. A caller that changes their inputs, such as MOEBLAZE_TIER, needs it."""
     with _lock:
         _records.clear()
     for cache in _caches:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # a CUtensorMap's size and alignment
 _KINDS = (
     *(("maps", MAP_BYTES, f"V{MAP_BYTES}"), ("pointers", 8, "u8")),
     *(("int64", 8, "i8"), ("int32", 4, "i4"), ("float32", 4, "f4")),
@@ -25,7 +25,7 @@ _KIND_OF_TYPE = {"TensorMap": "maps", "int64": "int64", "int": "int32", "float":
 
 
 class Variant(Protocol):
-    """What `params_of` reads of a `loader.Variant`."""
+    """The part of a `loader.Variant` that `params_of` reads."""
 
     @property
     def source(self) -> str: ...
@@ -49,7 +49,7 @@ class Field(NamedTuple):
 class Params:
     """The fields of one kernel's struct, by kind.
 
-    struct: the struct's name in C++; where it is a template, one instance of it.
+    struct: the struct's name in C++, or one instance of it if it is a template.
     maps: tensor maps, 128 bytes each. pointers: device addresses, 0 for an absent array.
     """
 
@@ -62,12 +62,12 @@ class Params:
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The numbers among the fields."""
+        """Returns the numbers among the fields."""
         return (*self.int64, *self.int32, *self.float32)
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """In the order of their offsets, which is the order in which a launch is given their values."""
+        """Returns the fields in the order of their offsets, in which a launch is given their values."""
         found, offset = [], 0
         for kind, size, _ in _KINDS:
             for name in getattr(self, kind):
@@ -77,14 +77,14 @@ class Params:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the struct, a multiple of its alignment."""
+        """Returns the bytes of the struct, a multiple of its alignment."""
         end = self.fields[-1].offset + self.fields[-1].size
         alignment = MAP_ALIGNMENT if self.maps else 8
         return -(-end // alignment) * alignment
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """A structured dtype with the struct's offsets and size."""
+        """Returns a structured dtype with the struct's offsets and size."""
         formats = [form for kind, _, form in _KINDS for _ in getattr(self, kind)]
         return np.dtype(
             {
@@ -96,7 +96,7 @@ class Params:
         )
 
     def assertions(self) -> str:
-        """C++ to follow the struct's definition and common.cuh: its size, its fields, their sizes and offsets."""
+        """Returns C++ to follow the struct's definition and common.cuh: size, fields, their sizes and offsets."""
         checks = [(f"sizeof({self.struct})", self.size)]
         for name, size, offset in self.fields:
             checks += [(f"OFFSET_OF({name}, {self.struct})", offset), (f"sizeof({self.struct}::{name})", size)]
@@ -109,12 +109,12 @@ class Params:
 
 
 def source_folder() -> str:
-    """The folder of the kernel sources."""
+    """Returns the folder of the kernel sources."""
     return str(resources.files("moeblaze_cupy.kernels_cu"))
 
 
 def source_paths(folder: str) -> dict[str, str]:
-    """Paths of the kernel sources and headers in the folders of a folder, by name, which no two folders have."""
+    """Returns the paths of kernel sources and headers in a folder's folders, by name. No two folders share a name."""
     found = {
         name: os.path.join(inside, name)
         for inside, _, names in os.walk(folder)
@@ -130,7 +130,7 @@ def _without_comments(name: str) -> str:
 
 
 def included(source: str) -> list[str]:
-    """The source and all headers that it includes, by name, also those under conditions."""
+    """Returns the source and all headers that it includes, by name, also those under conditions."""
     names = [source]
     for name in names:
         headers = re.findall(r'^#include "(.+)"', _without_comments(name), re.MULTILINE)
@@ -140,12 +140,12 @@ def included(source: str) -> list[str]:
 
 @cache
 def _code(source: str) -> str:
-    """A source and what it includes, without comments, each macro on one line."""
+    """Returns a source with its includes, without comments, each macro on one line."""
     return "".join(map(_without_comments, included(source))).replace("\\\n", " ")
 
 
 def _declarations(body: str, macros: Mapping[str, str]) -> Iterable[str]:
-    """Those of a struct under these macros: a condition names one macro, by #if or #if !."""
+    """Returns a struct's declarations under these macros: a condition names one macro, by #if or #if !."""
     conditions, kept = [True], []
     for line in map(str.strip, body.splitlines()):
         if condition := re.fullmatch(r"#if (!?)(\w+)", line):
@@ -182,7 +182,7 @@ def _struct(source: str, name: str, macros: Mapping[str, str]) -> Params:
 
 @cache
 def _entries(source: str) -> dict[str, str]:
-    """The name of each kernel's struct, by the start of the kernel's name.
+    """Returns the name of each kernel's struct, by the start of the kernel's name.
 
     A macro's argument may end a name, or be the whole name. ENTRY stands for any name.
     """
@@ -198,7 +198,7 @@ def _entries(source: str) -> dict[str, str]:
 
 @cache
 def tables(source: str, macros: tuple[tuple[str, str], ...] = ()) -> dict[str, Params]:
-    """The structs of a source's kernels under these JIT constants, by the start of an entry's name."""
+    """Returns the structs of a source's kernels under these JIT constants, by the start of an entry's name."""
     return {start: _struct(source, name, dict(macros)) for start, name in _entries(source).items()}
 
 
@@ -212,5 +212,5 @@ def _params_of(source: str, entry: str, macros: tuple[tuple[str, str], ...]) -> 
 
 
 def params_of(variant: Variant) -> Params:
-    """The struct of a kernel, a `loader.Variant` with an entry. Raises KeyError for one that does not exist."""
+    """Returns the struct of a kernel, a `loader.Variant` with an entry. Raises KeyError for one that does not exist."""
     return _params_of(variant.source, variant.entry, variant.macros)

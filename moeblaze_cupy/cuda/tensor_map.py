@@ -11,7 +11,7 @@ _SWIZZLE_128B, _L2_PROMOTION_256B, _NO_INTERLEAVE, _ZERO_FILL = 3, 3, 0, 0
 
 
 class TensorMap(NamedTuple):
-    """A CUtensorMap without its address: what TMA loads a box of.
+    """A CUtensorMap without its address: the array of which TMA loads a box.
 
     shape, strides (elements, of all dimensions but the first, whose stride is 1) and box list the contiguous dimension
     first. Boxes arrive in shared memory in the 128-byte swizzle, with zeros beyond `shape`.
@@ -32,7 +32,7 @@ def _driver() -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=4096)
 def encode(pointer: int, tensor: TensorMap) -> bytes:
-    """The 128 bytes of a CUtensorMap at an address, to be passed by value.
+    """Returns the 128 bytes of a CUtensorMap at an address, to be passed by value.
 
     They depend on the values given alone, so they serve any array that comes to lie there. The calling thread must have
     a CUDA context. Raises RuntimeError if the driver refuses the map.

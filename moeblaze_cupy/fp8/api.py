@@ -1,4 +1,4 @@
-"""Weights in e4m3: check arguments, choose NumPy or CUDA, hand back the caller's kind."""
+"""Weights in e4m3: these functions check arguments, choose NumPy or CUDA, and return the caller's kind."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ NAME = "quantize_weights"
 
 @graph_break
 def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up: str = "halves") -> Fp8Weights:
-    """The weights of a layer as e4m3 in both orientations, with a float32 scale for each expert (and half of w1).
+    """Returns a layer's weights as e4m3 in both orientations, with a float32 scale for each expert (and half of w1).
 
     w1: (E, d, 2h), or a pair (gate, up) of (E, d, h), of gated layers; (E, d, h) of others. w2: (E, h, d). In bf16,
     fp16 or fp32 (fp64 on the CPU), in the memory orders of `moe_forward`; d and h are multiples of 16.
@@ -27,7 +27,7 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
     after multiplication with 448 over that magnitude. An infinity makes its expert's half NaN; a NaN stays where it is.
     out: what an earlier call for weights of the same shapes returned, which is written again, for a call after each
     step of an optimizer. It allocates nothing then, and CUDA graphs can capture it. A forward of before whose backward
-    is still to come has lost its weights then; of torch's `moe` that backward raises RuntimeError.
+    is still to come has lost its weights then; with torch's `moe` that backward raises RuntimeError.
     gate_up: "interleaved" if the columns of w1 are gate 0, up 0, gate 1, up 1, ...; both halves then share a scale.
     Returns Fp8Weights, `out` if that is given. Gradients do not flow through it.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
@@ -60,7 +60,7 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
 
 
 def check(w1: tuple[arrays.Array, ...], w2: arrays.Array, gate_up: str) -> tuple[int, int, int, int]:
-    """The checks of weights by shape, dtype and strides. Returns E, d, h and the number of halves."""
+    """Checks weights by shape, dtype and strides. Returns E, d, h and the number of halves."""
     checks.one_of(NAME, "gate_up", gate_up, GATE_UP)
     checks.shape(NAME, "w2", w2, "E, h, d", (None, None, None))
     E, h, d = w2.shape

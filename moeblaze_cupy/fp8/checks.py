@@ -1,4 +1,4 @@
-"""Checks of precision="fp8" and of the weights for it; as `checks`, from shapes and dtypes alone."""
+"""Checks of precision="fp8" and of the weights for it, from shapes and dtypes alone as in `checks`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from moeblaze_cupy.frameworks import Array
 from moeblaze_cupy.types import Activation, Fp8Weights, is_gated
 
 PRECISIONS = (None, "fp8")
-MULTIPLE = 16  # of d and h: rows of e4m3 then begin at multiples of 16 bytes, as TMA wants
-FIELDS = ("w1", "w1_transposed", "w1_scales", "w2", "w2_transposed", "w2_scales")  # of Fp8Weights, that products read
+MULTIPLE = 16  # divides d and h: rows of e4m3 then begin at multiples of 16 bytes, which TMA requires
+FIELDS = ("w1", "w1_transposed", "w1_scales", "w2", "w2_transposed", "w2_scales")  # Fp8Weights' fields for products
 NAMES = tuple(f"fp8_weights.{field}" for field in FIELDS)
 
 
 def arrays_of(function: str, precision: Any, fp8_weights: Any) -> tuple[Any, ...]:
-    """The arrays of `fp8_weights` in the order of FIELDS; () for None."""
+    """Returns the arrays of `fp8_weights` in the order of FIELDS; () for None."""
     if precision is None and fp8_weights is None:
         return ()
     checks.one_of(function, "precision", precision, PRECISIONS)
@@ -61,9 +61,9 @@ def layer(
     weights_gate_up: str | None,
     limits: DeviceLimits | None,
 ) -> None:
-    """A layer that has passed `checks.layer` can run in e4m3. limits: None on the CPU.
+    """Checks that a layer that has passed `checks.layer` can run in e4m3. limits: None on the CPU.
 
-    weights: the arrays of Fp8Weights in the order of FIELDS, or none. weights_gate_up: of these.
+    weights: the arrays of Fp8Weights in the order of FIELDS, or none. weights_gate_up: their gate_up.
     """
     E, h, d = w2.shape
     if limits is not None and limits.tier != "sm90":

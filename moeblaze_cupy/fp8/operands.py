@@ -1,4 +1,4 @@
-"""precision="fp8": what the experts' products in e4m3 read and write beside those in bf16.
+"""precision="fp8": the arrays that the experts' products in e4m3 read and write beside those in bf16.
 
 x and grad_out come in bf16, or in e4m3 with their scales. In the latter case the gradients of weights, which multiply
 bf16, have them converted, each when its product is due.
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def weights(E: int, d: int, h: int, halves: int, interleaved: bool = False) -> Weights:
-    """The layouts of `Fp8Weights`, with w1 as (E, d, halves * h) and w2 as (E, h, d)."""
+    """Returns the layouts of `Fp8Weights`, with w1 as (E, d, halves * h) and w2 as (E, h, d)."""
 
     def layout(rows: int, columns: int, transposed: bool) -> tuple[Layout]:
         strides = (rows * columns, 1, rows) if transposed else (rows * columns, columns, 1)
@@ -55,7 +55,7 @@ class WeightsMade:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     def make(self, run: Runtime, w1: tuple[int, int], w2: int) -> tuple[dict[str, Any], "Addresses"]:
-        """The arrays by field, and their addresses. w1: of its arrays, the second 0 where it is one."""
+        """Returns the arrays by field, and their addresses. w1: addresses of its arrays, the second 0 if it is one."""
         e4m3 = "float8_e4m3fn" if run.framework is Torch else E4M3
         buffers = {
             field: run.empty(shape, e4m3 if field in quantize.E4M3 else "float32") for field, shape in self.shapes
@@ -84,12 +84,12 @@ class Addresses(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """The e4m3 operands of a forward or a backward: its weights, and the memory of what it quantises."""
+    """The e4m3 operands of a forward or a backward: its weights, and the memory that it quantises into."""
 
     weights: Weights
-    quantize_rows: Launch | None  # of x or grad_out; None without tokens, and of rows that are in e4m3
-    rows: tuple[int, int]  # their shape
-    routed: tuple[int, int]  # of y_swi, or of first_layer_grad
+    quantize_rows: Launch | None  # quantises x or grad_out; None without tokens, or if the rows are in e4m3
+    rows: tuple[int, int]  # shape of these rows
+    routed: tuple[int, int]  # shape of y_swi, or of first_layer_grad
     routed_scales: tuple[int, int]
 
     @property
@@ -102,7 +102,7 @@ class Pass:
 
 
 def configure(rows: Layout, E: int, R: int, h: int, halves: int, routed_halves: int, interleaved: bool) -> Pass:
-    """rows: x, or grad_out with all but its last dimension taken for one. routed_halves: of what products quantise."""
+    """Returns the pass. rows: x, or grad_out as a matrix. routed_halves: halves of the array that products quantise."""
     number, d = math.prod(rows.shape[:-1]), rows.shape[-1]
     in_rows = rows._replace(shape=(number, d), strides=(d, 1))
     groups = launch_config.ceil_div(h, launch_config.GROUP_COLUMNS)
@@ -112,7 +112,7 @@ def configure(rows: Layout, E: int, R: int, h: int, halves: int, routed_halves: 
 
 
 class RowsRead(NamedTuple):
-    """Rows of x or grad_out that a product reads: where they and their scales are, and the memory if it is new."""
+    """Rows of x or grad_out that a product reads: addresses of rows and scales, and the memory if it is new."""
 
     values: int
     scales: int
@@ -120,7 +120,7 @@ class RowsRead(NamedTuple):
 
 
 def quantized_rows(run: Runtime, step: Pass, address: int, scales: int = 0) -> RowsRead:
-    """x or grad_out in e4m3. scales: of rows that are in e4m3 already, which are read where they are."""
+    """Returns x or grad_out in e4m3. scales: those of rows that are in e4m3 already, which are read in place."""
     if scales:
         return RowsRead(address, scales)
     made, made_scales = run.empty(step.rows, E4M3), run.empty(step.rows[:1], "float32")
@@ -131,13 +131,13 @@ def quantized_rows(run: Runtime, step: Pass, address: int, scales: int = 0) -> R
 
 @dataclass(frozen=True, eq=False)
 class Dequantize:
-    """Of x or grad_out in e4m3, for a gradient of weights."""
+    """The conversion of x or grad_out from e4m3, for a gradient of weights."""
 
     launch: Launch | None  # None without tokens
     rows: tuple[int, int]
 
     def make(self, run: Runtime, address: int, scales: int) -> Buffer:
-        """The rows in bf16."""
+        """Returns the rows in bf16."""
         made = run.empty(self.rows, "bfloat16")
         if self.launch:
             run.launch(self.launch, address, scales, made.ptr)
@@ -145,7 +145,7 @@ class Dequantize:
 
 
 def configure_dequantize(rows: Layout) -> Dequantize | None:
-    """rows: x, or grad_out with a row per token; None if it is not in e4m3."""
+    """Returns the conversion. rows: x, or grad_out with a row per token; None if it is not in e4m3."""
     if rows.dtype != E4M3:
         return None
     number, d = rows.shape
@@ -153,5 +153,5 @@ def configure_dequantize(rows: Layout) -> Dequantize | None:
 
 
 def routed_rows(run: Runtime, step: Pass) -> tuple[Buffer, Buffer]:
-    """Memory for what a product quantises, and its scales."""
+    """Returns memory for the rows that a product quantises, and their scales."""
     return run.empty(step.routed, E4M3), run.empty(step.routed_scales, "float32")

@@ -15,22 +15,22 @@ HALVES_ADDRESSES = ("first", "second", "amax", "same", "transposed", "scales")
 
 
 def shapes_of(E: int, d: int, h: int, halves: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of Fp8Weights' arrays, by field, in the order of FIELDS."""
+    """Returns the shapes of Fp8Weights' arrays, by field, in the order of FIELDS."""
     columns = halves * h
     up = (E, d, columns), (E, columns, d), (E, halves)
     return dict(zip(FIELDS, (*up, (E, h, d), (E, d, h), (E, 1), (E, halves + 1)), strict=True))
 
 
 def rows(layout: Layout) -> Launch | None:
-    """The launch for contiguous rows (L, d), None without rows. Addresses: rows, out (L, d) e4m3, scales (L,)."""
+    """Returns the launch for contiguous rows (L, d), None for none. Addresses: rows, out (L, d) e4m3, scales (L,)."""
     suffix = "" if is_aligned((layout.misalignment,), layout.shape[1:]) else "_unaligned"
     return _of_rows(layout, f"quantize_rows_{layout.dtype}{suffix}", ("rows", "out", "scales"))
 
 
 def dequantize_rows(layout: Layout) -> Launch | None:
-    """Of a contiguous (L, d) of e4m3. Addresses: rows, scales (L,), out (L, d) bf16. None without rows.
+    """Returns the launch for contiguous e4m3 rows (L, d), or None for none.
 
-    d is a multiple of 8, and rows and out are aligned.
+    Addresses: rows, scales (L,), out (L, d) bf16. d is a multiple of 8, and rows and out are aligned.
     """
     return _of_rows(layout, "dequantize_rows_bfloat16", ("rows", "scales", "out"))
 
@@ -53,19 +53,19 @@ def _of_rows(layout: Layout, entry: str, addresses: tuple[str, ...]) -> Launch |
 
 @dataclass(frozen=True, eq=False)
 class Quantize:
-    """Launches of `weights`: the largest magnitudes, then e4m3, of w1 and of w2, and what they are given."""
+    """Launches of `weights`: the largest magnitudes, then e4m3, of w1 and of w2, and their arguments."""
 
     up: Weight
     down: Weight
     up_launches: tuple[Launch, Launch]
     down_launches: tuple[Launch, Launch]
-    clear: Launch  # of amax
+    clear: Launch  # clears amax
     halves: int
 
 
 @cached
 def configure(w1: tuple[Layout, ...], w2: Layout, interleaved: bool) -> Quantize:
-    """`w1`: one array, or the pair (gate, up); it is gated if it has twice the columns of w2's rows."""
+    """Returns the launches. w1: one array, or the pair (gate, up); gated if it has twice the columns of w2's rows."""
     (E, h, d), columns = w2.shape, sum(layout.shape[2] for layout in w1)
     halves = columns // h
     split = halves == 2 and not interleaved
@@ -78,7 +78,7 @@ def configure(w1: tuple[Layout, ...], w2: Layout, interleaved: bool) -> Quantize
 def _launches(
     weight: Weight, rows: int, columns: int, halves: int, all_columns: int, amax_ld: int, scales_ld: int
 ) -> tuple[Launch, Launch]:
-    """rows, columns: of a half. all_columns: of what is made."""
+    """Returns the launches of one weight. rows, columns: a half's. all_columns: those of the arrays that are made."""
     outer, inner = (columns, rows) if weight.transposed else (rows, columns)
     same_ld, transposed_ld = (rows, all_columns) if weight.transposed else (all_columns, rows)
     same_half, transposed_half = columns, columns * rows
@@ -121,7 +121,7 @@ def weights(
     w2: int,
     made: Sequence[int],
 ) -> None:
-    """w1: addresses of its one or two arrays. made: addresses of Fp8Weights' arrays, amax last."""
+    """Quantises. w1: addresses of its one or two arrays. made: addresses of Fp8Weights' arrays, amax last."""
     *of_weights, amax = made
     run.launch(steps.clear, amax)
     of_up = steps.up, steps.up_launches, steps.up.halves(*w1), amax, of_weights[:3]

@@ -17,7 +17,7 @@ def quantize_rows(rows: Any, out: Fp8Rows) -> None:
     rows: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. out: (L, d) uint8 and (L,) float32, contiguous, which
     share no memory with the rows. A row's scale is its largest magnitude over 448, and 1 where that is 0. A NaN stays
     in its element, and an infinity makes its row NaN.
-    Raises TypeError (dtype, device), ValueError (shape, memory order), or RuntimeError of tensors that autograd or a
+    Raises TypeError (dtype, device), ValueError (shape, memory order), or RuntimeError for tensors that autograd or a
     transform of torch would have to follow.
     """
     function, names = "quantize_rows", ("rows", "out.values", "out.scales")

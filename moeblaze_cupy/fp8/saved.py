@@ -1,4 +1,4 @@
-"""The first layer of save="fp8" where the portable GEMMs make or read it: kernels_cu/fp8/saved_fp8.cu."""
+"""The first layer of save="fp8" for portable GEMMs that make or read it: kernels_cu/fp8/saved_fp8.cu."""
 
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
@@ -9,8 +9,9 @@ from moeblaze_cupy.dispatch.launches import IndexLayout
 def configure(
     step: str, index: IndexLayout, dtype: str, h: int, halves: int, interleaved: bool, limits: DeviceLimits
 ) -> Launch:
-    """Addresses: first_layer (R, halves * h) of `dtype`, expert_token_offsets, saved of `launch_config.saved_fp8`.
+    """Returns the launch.
 
+    Addresses: first_layer (R, halves * h) of `dtype`, expert_token_offsets, saved of `launch_config.saved_fp8`.
     step: "quantize", from first_layer to saved, or "dequantize".
     """
     groups = index.num_rows * launch_config.saved_fp8(index.num_rows, h, halves).groups

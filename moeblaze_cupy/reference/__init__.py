@@ -3,8 +3,8 @@
 Letters: L tokens, k slots (experts per token), E experts, d model width, h expert hidden width, n slots of the expert
 at hand. The paper's W1, W2, W3 are here the gate half and the up half of `w1`, and `w2`.
 
-Arithmetic is float64 if x (or the logits) is float64, else float32. What the layer stores (first layer, y_swi,
-results) is rounded to x's dtype, and whatever follows a stored value is computed from the rounded one, stored or not:
+Arithmetic is float64 if x (or the logits) is float64, else float32. Values that the layer stores (first layer, y_swi,
+results) are rounded to x's dtype, and whatever follows a stored value is computed from the rounded one, stored or not:
 so all save policies but "fp8" give the same gradients.
 
 No function here checks its arguments: the package's public functions do that before they call this module.
@@ -25,7 +25,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _as_on_a_gpu(function: _Function) -> _Function:
-    """Overflow, underflow and invalid operations give what IEEE 754 says, whatever the caller's np.errstate is."""
+    """Makes overflow, underflow and invalid operations follow IEEE 754, whatever the caller's np.errstate is."""
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from moeblaze_cupy.reference.numerics import HostArray, cast, erf
 from moeblaze_cupy.types import FORMS, Activation
 
-Values = tuple[HostArray, HostArray]  # of a function and of its derivative, elementwise
+Values = tuple[HostArray, HostArray]  # values of a function and of its derivative, elementwise
 
 
 class Product(NamedTuple):
@@ -34,7 +34,7 @@ def _silu(u: HostArray, **_: float) -> Values:
 
 
 def _gelu(u: HostArray, **_: float) -> Values:
-    cdf = (1 + erf(u * 0.5**0.5)) / 2  # of the normal distribution
+    cdf = (1 + erf(u * 0.5**0.5)) / 2  # the normal distribution's function
     return u * cdf, cdf + u * np.exp(-u * u / 2) * (2 * np.pi) ** -0.5
 
 
@@ -56,7 +56,7 @@ def _relu2(u: HostArray, **_: float) -> Values:
 
 
 def _clamp(u: HostArray, limit: float, **_: float) -> Values:
-    """At the limits the derivative is 1, as torch.clamp has it."""
+    """Clamps values. The derivative is 1 at the limits, as in torch.clamp."""
     return np.clip(u, -limit, limit), cast(~(np.abs(u) > limit), u.dtype)
 
 
@@ -93,7 +93,7 @@ def _cap(u: HostArray, up_cap: float, **_: float) -> Values:
     return up_cap * tanh, 1 - tanh * tanh
 
 
-# By the kind that FORMS names.
+# The keys are the kinds that FORMS names.
 PRODUCTS = {
     "SILU": Product(_silu, _unchanged),
     "GELU": Product(_gelu, _unchanged),
@@ -108,7 +108,7 @@ PRODUCTS = {
 
 
 def activate(a: HostArray, b: HostArray | None, activation: Activation) -> tuple[Values, Values]:
-    """(V(a), V'(a)) and (M(b), M'(b)). Without a gate b is None, M is 1 and its derivative has no meaning."""
+    """Returns (V(a), V'(a)) and (M(b), M'(b)). Without a gate b is None, M is 1 and its derivative has no meaning."""
     product, constants = PRODUCTS[activation.form.kind], activation.constants
     up = _unchanged(np.ones_like(a)) if b is None else product.M(b, **constants)
     return product.V(a, **constants), up

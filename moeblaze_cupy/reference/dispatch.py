@@ -8,10 +8,10 @@ from moeblaze_cupy.types import DispatchIndices
 
 
 def _offsets_up_to(offsets: HostArray, num_pairs: int) -> HostArray:
-    """How many of the offsets (L+1,) are up to each pair, (P,): less 1 its token, or -1 or L for none.
+    """Returns (P,): how many of the offsets (L+1,) are up to each pair. Less 1 that is its token, or -1 or L for none.
 
-    By a search that takes any contents. Rising offsets have one answer. Of others it gives each pair at most one token,
-    whose offsets enclose the pair, and a larger pair no smaller token, as it halves the offsets at the same places.
+    The search takes any contents. Rising offsets have one answer. With others each pair gets at most one token, whose
+    offsets enclose the pair, and a larger pair no smaller token, as it halves the offsets at the same places.
     """
     pairs, number = np.arange(num_pairs), offsets.size
     found = np.zeros(num_pairs, np.int64)  # (P,) offsets up to the pair
@@ -26,18 +26,18 @@ def _offsets_up_to(offsets: HostArray, num_pairs: int) -> HostArray:
 def dispatch(
     ids: HostArray, num_experts: int, token_offsets: HostArray | None = None, max_slots: int | None = None
 ) -> DispatchIndices:
-    """Build the index lists of Section 4.1 in the three steps of Section 4.2.
+    """Builds the index lists of Section 4.1 in the three steps of Section 4.2.
 
     ids (L, k) int32 or int64, contiguous: the experts of each token. An id < 0 or >= E is "no expert in this slot": its
     token_index_map entry is -1, and the end of expert_token_indices is filled with -1. A token that names an expert
     twice has two slots there. Within an expert the order is by token, then slot.
     token_offsets (L+1,) int32: ids are (P,), and pair p is token t's for token_offsets[t] <= p < token_offsets[t+1]. A
-    pair of no token is no slot.
+    pair without a token is no slot.
 
-    max_slots: slots past so many, in the order of experts, then tokens, then slots, are no slots either.
+    max_slots: slots past so many, in the order of experts, then tokens, then slots, are not slots either.
 
     Returns DispatchIndices, all int32; row_tiles is -1 past its last tile. token_expert_indices is a view of int32 ids;
-    of int64 ids it is an int32 copy in which absent slots are -1. Arguments are not checked.
+    for int64 ids it is an int32 copy in which absent slots are -1. Arguments are not checked.
     """
     token_expert_indices = ids.reshape(-1)  # (L*k,)
     if token_offsets is None:

@@ -29,7 +29,7 @@ from moeblaze_cupy.types import (
 
 
 def _parts(w: Any, activation: Activation, gate_up: str) -> tuple[HostArray, ...]:
-    """The blocks of w1 (E, d, 2h), or of b1 (E, 2h), as views with h columns: (gate, up) if gated, else (w,)."""
+    """Returns the blocks of w1 (E, d, 2h), or b1 (E, 2h), as views with h columns: (gate, up) if gated, else (w,)."""
     if isinstance(w, (tuple, list)):
         return tuple(w)
     if gate_up == "interleaved":
@@ -38,16 +38,16 @@ def _parts(w: Any, activation: Activation, gate_up: str) -> tuple[HostArray, ...
 
 
 def _zeros_like(w: Any) -> Any:
-    """Zeros of w's form, dtype and memory order: row-major, or the transposed view if w is one."""
+    """Returns zeros of w's form, dtype and memory order: row-major, or the transposed view if w is one."""
     if isinstance(w, (tuple, list)):
         return tuple(_zeros_like(part) for part in w)
-    if w.ndim == 3 and w.strides[1] < w.strides[2] and w.shape[2] > 1:  # as `checks.weight_order`
+    if w.ndim == 3 and w.strides[1] < w.strides[2] and w.shape[2] > 1:  # see `checks.weight_order`
         return _zeros_like(w.swapaxes(1, 2)).swapaxes(1, 2)
     return np.zeros(w.shape, w.dtype)
 
 
 def _add(total: HostArray, expert: int, term: HostArray) -> None:
-    """total[expert] += term, in term's dtype and rounded once."""
+    """Adds the term to total[expert], in term's dtype and rounded once."""
     total[expert] = cast(total[expert], term.dtype) + term
 
 
@@ -70,7 +70,7 @@ def _first_layer(
     u1: HostArray | None,
     rows: slice,
 ) -> HostArray:
-    """x w1 + b1 of one expert's tokens: x_rows (n, d) -> (n, 2h) in the order of w1's columns, or (n, h) if not gated.
+    """Returns x w1 + b1 of one expert's tokens: x_rows (n, d) -> (n, 2h) in w1's column order, or (n, h) if not gated.
 
     Rounded to `store`. b1_parts is empty without a bias. u1 (R, r): None without a factor of w1; its rows are written.
     """
@@ -100,20 +100,20 @@ def _products(
 
 
 def _side_by_side(halves: Sequence[HostArray], gate_up: str) -> HostArray:
-    """(n, h) each -> (n, 2h), or what there is without a gate."""
+    """Returns the halves (n, h) as (n, 2h), or the only one without a gate."""
     if gate_up == "interleaved":
         return np.stack(halves, axis=2).reshape(len(halves[0]), -1)
     return np.concatenate(halves, axis=1)
 
 
 def _halves(ab: HostArray, activation: Activation, gate_up: str) -> tuple[HostArray, HostArray | None]:
-    """a, b of y_swi = V(a) * M(b); without a gate b is None."""
+    """Returns a, b of y_swi = V(a) * M(b); without a gate b is None."""
     gate, *up = _parts(ab, activation, gate_up)
     return gate, up[0] if up else None
 
 
 def _tokens_of_slots(index: DispatchIndices) -> HostArray:
-    """(L*k,) or (P,): the token of each slot; of pairs of no token any."""
+    """Returns (L*k,) or (P,): the token of each slot; any token for pairs without one."""
     if index.k is not None:
         return np.arange(index.num_slots) // index.k
     found = np.searchsorted(index.token_offsets, np.arange(index.num_slots), "right") - 1
@@ -123,7 +123,7 @@ def _tokens_of_slots(index: DispatchIndices) -> HostArray:
 def _sum_over_slots(
     rows: HostArray, index: DispatchIndices, scale: HostArray | None = None, source: HostArray | None = None
 ) -> HostArray:
-    """out[t] = sum over slots of token t, in order, of scale * row: of `rows`, or of `source` for identity experts.
+    """Returns out[t], the sum of scale * row over token t's slots in order: rows are of `rows`, identity's of `source`.
 
     rows (L*k, d) at token_index_map; scale (L, k) or (P,), or None for 1; source (L, d) -> (L, d). Slots without a
     row or an identity expert add nothing.
@@ -144,7 +144,7 @@ def _sum_over_slots(
 
 
 def _has_token(index: DispatchIndices) -> HostArray:
-    """(P,): of pairs, whether some token has them; True of slots of tokens with k each."""
+    """Returns (P,): whether some token has each pair; True for slots if tokens have k each."""
     slots = np.arange(index.num_slots)
     if index.k is not None:
         return slots >= 0
@@ -153,7 +153,7 @@ def _has_token(index: DispatchIndices) -> HostArray:
 
 
 def _row_weights(weights: HostArray | None, index: DispatchIndices, compute: np.dtype[Any]) -> HostArray:
-    """(R, 1): the router weight of each of the experts' rows; 1 without weights."""
+    """Returns (R, 1): the router weight of each of the experts' rows; 1 without weights."""
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     row_weights = np.ones((index.num_rows, 1), compute)
     if weights is not None:
@@ -168,7 +168,7 @@ def _slot_weights(
     compute: np.dtype[Any],
     on_rows: bool = True,
 ) -> HostArray | None:
-    """(L*k,): what scales each slot in a sum, 1 for all rows if not on_rows or if weights are on the input."""
+    """Returns (L*k,): the scale of each slot in a sum, 1 for all rows if not on_rows or if weights are on the input."""
     if weights is None or (not options.identity_experts and not (on_rows and not options.on_input)):
         return None
     scale = cast(weights.reshape(-1), compute)  # (L*k,)
@@ -178,12 +178,12 @@ def _slot_weights(
 
 
 def _source(rows: HostArray, options: LayerOptions, compute: np.dtype[Any]) -> HostArray | None:
-    """What identity experts add, if there are any."""
+    """Returns the rows that identity experts add, or None without such experts."""
     return cast(rows, compute) if options.identity_experts else None
 
 
 def sum_rows(rows: HostArray, positions: HostArray) -> HostArray:
-    """out[t] = sum over j, in order, of rows[positions[t, j]] where that is not below 0.
+    """Returns out[t], the sum over j, in order, of rows[positions[t, j]] for positions that are not below 0.
 
     rows (n, d) any float dtype, positions (L, P) int32 -> (L, d) in rows' dtype. Arguments are not checked.
     """
@@ -216,7 +216,7 @@ def moe_forward(
     fp8_weights: Fp8Weights | None = None,
     lora: Lora | None = None,
 ) -> tuple[HostArray, SavedForBackward | None]:
-    """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
+    """Returns out[t], the sum over slots j, in order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
     E_e(x) = (V(a) * M(b)) w2[e] + b2[e] with a = x w1_gate[e] + b1_gate[e] and b = x w1_up[e] + b1_up[e] if gated, else
     V(x w1[e] + b1[e]) w2[e] + b2[e] (Sections 2.2 and 5.1). V and M are the activation's.
@@ -230,12 +230,12 @@ def moe_forward(
     gate_up  "interleaved": columns of w1 and b1 are gate 0, up 0, gate 1, up 1, ..., and so are those of first_layer
     save     what to keep for backward: "minimal" the first layer, "fp8" that in e4m3, "paper" also y_swi (Algorithm 1,
              line 11), "recompute" neither, None nothing at all
-    token_offsets     (L+1,) int32: ids and weights are (P,), pairs as of `dispatch`
+    token_offsets     (L+1,) int32: ids and weights are (P,), pairs as in `dispatch`
     weights_on        "input": E_e(weight * x) without a weight on the output; b1 is None then
     unreduced         the outputs of each slot, (L, k, d) or (P, d), without weights, which are None if not on the input
     identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
     max_slots  rows of what is kept, R, in place of L*k; see dispatch
-    precision, fp8_weights  "fp8": see reference.products; of w1 and w2, or None: they are quantised here
+    precision, fp8_weights  "fp8": see reference.products; quantised w1 and w2, or None: they are quantised here
     lora     factors beside w1 and w2, or None: see reference.lora
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
@@ -312,14 +312,14 @@ def moe_backward(
     keep_saved: bool = True,
     accumulate: Mapping[str, Any] | None = None,
 ) -> Gradients:
-    """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
+    """Returns gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
-    grad_out    (L, d) any float dtype; of an unreduced output (L, k, d) or (P, d)
+    grad_out    (L, d) any float dtype; (L, k, d) or (P, d) for an unreduced output
     saved       what moe_forward returned; any save policy
     needs       the gradients to compute, by name; the work for the others is skipped; None for all that there are
     keep_saved  for symmetry with the GPU backend: this backend never consumes `saved`
-    accumulate  by name, of weights and biases, what that gradient is added to, in the weight's form and any dtype and
-                memory order; nothing of experts with no token is touched
+    accumulate  arrays, by name of weight or bias, that gradients are added to, in the weight's form and any dtype and
+                memory order; the parts of experts with no token are not touched
 
     Returns Gradients, None where not in `needs`: x (L, d); weights (L, k) or (P,), 0 for absent slots; w1, w2, b1 and
     b2 in the form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names.
@@ -335,7 +335,7 @@ def moe_backward(
     b1_parts = () if saved.b1 is None else _parts(saved.b1, activation, gate_up)  # each (E, h)
     products = _products(w1_parts, w2, saved.fp8_weights, activation, gate_up, x)
     buffers = accumulate or {}
-    totals: dict[str, Any] = {  # as the weights and biases
+    totals: dict[str, Any] = {  # they have the forms of the weights and biases
         name: buffers[name] if name in buffers else _zeros_like(getattr(saved, name))
         for name in ("w1", "w2", "b1", "b2")
         if name in needs

@@ -1,4 +1,4 @@
-"""Numbers in e4m3 with float32 scales, as kernels_cu/common/fp8.cuh has them.
+"""Numbers in e4m3 with float32 scales, as in kernels_cu/common/fp8.cuh.
 
 A number is its e4m3 number times the scale of its group: scale = amax / 448, amax being the group's largest magnitude
 and at least 2^-100, and e4m3 = v * (448 / amax), rounded to nearest even, all in float32. A group of zeros has the
@@ -20,32 +20,32 @@ MIN_NORMAL = np.finfo(np.float32).smallest_normal
 
 
 def scaling(amax: HostArray) -> tuple[HostArray, HostArray]:
-    """Scale and factor of largest magnitudes, float32."""
+    """Returns scale and factor of largest magnitudes, float32."""
     limited = np.where(amax < MIN_NORMAL, E4M3_MAX, np.maximum(amax, MIN_AMAX)).astype(np.float32)
     return limited / E4M3_MAX, E4M3_MAX / limited
 
 
 def amax_over(values: HostArray, axis: int | tuple[int, ...]) -> HostArray:
-    """The largest magnitudes of float32 values along `axis`, which stays with size 1. NaN does not count."""
+    """Returns the largest magnitudes of float32 values along `axis`, which stays with size 1. NaN does not count."""
     found: HostArray = np.fmax.reduce(np.abs(values), axis=axis, keepdims=True, initial=np.float32(0))
     return found
 
 
 def to_e4m3(values: HostArray) -> HostArray:
-    """Float32 as bytes of e4m3: rounded to nearest even, beyond 448 to 448, NaN as 0x7f."""
+    """Returns float32 as bytes of e4m3: rounded to nearest even, beyond 448 to 448, NaN as 0x7f."""
     rounded = np.clip(values, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     stored: HostArray = np.where(np.isnan(values), np.uint8(0x7F), rounded)
     return stored
 
 
 def from_e4m3(stored: HostArray) -> HostArray:
-    """Bytes of e4m3 as float32."""
+    """Returns bytes of e4m3 as float32."""
     values: HostArray = stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return values
 
 
 def quantize(values: HostArray, axis: int | tuple[int, ...]) -> tuple[HostArray, HostArray]:
-    """Values of any float dtype as bytes of e4m3, and float32 scales with size 1 along `axis`."""
+    """Returns values of any float dtype as bytes of e4m3, and float32 scales with size 1 along `axis`."""
     single = values.astype(np.float32)
     with np.errstate(invalid="ignore"):  # an infinity times 0
         scale, factor = scaling(amax_over(single, axis))
@@ -53,18 +53,17 @@ def quantize(values: HostArray, axis: int | tuple[int, ...]) -> tuple[HostArray,
 
 
 def dequantize(stored: HostArray, scales: HostArray, dtype: Any) -> HostArray:
-    """Rows of bytes of e4m3 (L, d) with float32 scales (L,), each number rounded to `dtype`.
+    """Returns e4m3 rows (L, d) times float32 scales (L,), each number rounded to `dtype`.
 
-    `quantize` along rows makes the same bytes and scales of them again, but for scales of rows that are NaN or 0
-    throughout.
+    `quantize` along rows makes the same bytes and scales from them again, except scales of rows that are all NaN or 0.
     """
-    with np.errstate(all="ignore"):  # an infinite scale times 0; rows that no one has written
+    with np.errstate(all="ignore"):  # an infinite scale times 0; rows that were never written
         rows: HostArray = (from_e4m3(stored) * scales[:, None]).astype(dtype)
     return rows
 
 
 def _in_groups(first_layer: HostArray, h: int, interleaved: bool) -> HostArray:
-    """(R, halves * h) -> (R, groups, GROUP_COLUMNS, halves), zeros past the last column."""
+    """Returns (R, halves * h) as (R, groups, GROUP_COLUMNS, halves), with zeros past the last column."""
     R, columns = first_layer.shape
     halves, groups = columns // h, launch_config.ceil_div(h, launch_config.GROUP_COLUMNS)
     by_half = first_layer.reshape(R, h, halves) if interleaved else first_layer.reshape(R, halves, h).swapaxes(1, 2)
@@ -80,7 +79,7 @@ def _from_groups(grouped: HostArray, h: int, interleaved: bool) -> HostArray:
 
 
 def quantize_weights(w1: HostArray | tuple[HostArray, HostArray], w2: HostArray, gate_up: str = "halves") -> Fp8Weights:
-    """`moeblaze_cupy.quantize_weights` without checks of the arguments."""
+    """Does what `moeblaze_cupy.quantize_weights` does, without checks of the arguments."""
     joined = np.concatenate(w1, axis=2) if isinstance(w1, tuple) else w1  # (E, d, 2h) or (E, d, h)
     E, d, columns = joined.shape
     halves = columns // w2.shape[1]
@@ -104,7 +103,7 @@ def quantize_weights(w1: HostArray | tuple[HostArray, HostArray], w2: HostArray,
 
 
 def save_first_layer(first_layer: HostArray, h: int, interleaved: bool) -> HostArray:
-    """(R, 2h) or (R, h) in any float dtype -> the bytes of `launch_config.saved_fp8`."""
+    """Returns (R, 2h) or (R, h) in any float dtype as the bytes of `launch_config.saved_fp8`."""
     R, columns = first_layer.shape
     place = launch_config.saved_fp8(R, h, columns // h)
     stored, scales = quantize(_in_groups(first_layer, h, interleaved), axis=2)
@@ -115,7 +114,7 @@ def save_first_layer(first_layer: HostArray, h: int, interleaved: bool) -> HostA
 
 
 def first_layer_of(saved: HostArray, R: int, h: int, halves: int, interleaved: bool) -> HostArray:
-    """The inverse, (R, halves * h) float32."""
+    """Returns the inverse of `save_first_layer`, (R, halves * h) float32."""
     place = launch_config.saved_fp8(R, h, halves)
     stored = _in_groups(from_e4m3(saved[: R * halves * h].reshape(R, halves * h)), h, interleaved)
     scales = saved[place.scales :].view(np.float32).reshape(R, place.groups, 1, halves)

@@ -25,12 +25,12 @@ class Factors:
         self.sums = [None if f is None else np.zeros(f.shape, compute) for f in read]
 
     def rows(self, pair: int, num_rows: int) -> HostArray | None:
-        """Zeros (R, r) for u; None without the pair."""
+        """Returns zeros (R, r) for u; None without the pair."""
         a = self.read[2 * pair]
         return None if a is None else np.zeros((num_rows, a.shape[-2]), self.store)
 
     def _of(self, number: int, expert: int) -> HostArray:
-        """The expert's factor, or that of all experts."""
+        """Returns the expert's factor, or that of all experts."""
         factor = self.read[number]
         assert factor is not None
         own: HostArray = factor if factor.ndim == 2 else factor[expert]
@@ -40,27 +40,27 @@ class Factors:
         return cast(cast(rows, self.store), self.compute)
 
     def first(self, pair: int, expert: int, rows: HostArray) -> HostArray:
-        """u (n, r) of rows X (n, d or h)."""
+        """Returns u (n, r) of rows X (n, d or h)."""
         return self._rounded(self.scales[pair] * (rows @ self._of(2 * pair, expert).T))
 
     def second(self, pair: int, expert: int, u: HostArray) -> HostArray:
-        """What is added to the product: u b^T, (n, 2h or h) or (n, d)."""
+        """Returns the term added to the product: u b^T, (n, 2h or h) or (n, d)."""
         product: HostArray = cast(u, self.compute) @ self._of(2 * pair + 1, expert).T
         return product
 
     def first_bwd(self, pair: int, expert: int, grad: HostArray) -> HostArray:
-        """v (n, r) of the gradient G of the product."""
+        """Returns v (n, r) of the gradient G of the product."""
         return self._rounded(self.scales[pair] * (grad @ self._of(2 * pair + 1, expert)))
 
     def second_bwd(self, pair: int, expert: int, v: HostArray) -> HostArray:
-        """What is added to the gradient of X: v a."""
+        """Returns the term added to the gradient of X: v a."""
         product: HostArray = v @ self._of(2 * pair, expert)
         return product
 
     def add_gradients(
         self, pair: int, expert: int, of_a: tuple[HostArray, HostArray], of_b: tuple[HostArray, HostArray]
     ) -> None:
-        """of_a: X and v. of_b: G and u. The router weight is on X or v, and on G or u."""
+        """Adds the factors' gradients. of_a: X and v. of_b: G and u. The router weight is on X or v, and on G or u."""
         (x, v), (grad, u) = of_a, of_b
         sums_a, sums_b = self.sums[2 * pair : 2 * pair + 2]
         assert sums_a is not None and sums_b is not None
@@ -68,7 +68,7 @@ class Factors:
         sums_b[expert] += grad.T @ cast(u, self.compute)
 
     def gradients(self) -> Lora:
-        """In the factors' dtypes."""
+        """Returns the gradients in the factors' dtypes."""
         factors = zip(self.sums, self.lora.factors, strict=True)
         a1, b1, a2, b2 = (None if sums is None else cast(sums, factor.dtype) for sums, factor in factors)
         return Lora(a1, b1, a2, b2, None, None)

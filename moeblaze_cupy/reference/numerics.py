@@ -1,4 +1,4 @@
-"""Arithmetic that the steps share: in which precision they compute, softmax, the error function."""
+"""Arithmetic that the steps share: the precision of their computation, softmax, the error function."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,13 +42,13 @@ _ERFC_LARGE = (
 def _polynomial(coefficients: Sequence[float], x: HostArray) -> HostArray:
     total = np.full_like(x, coefficients[0])
     for c in coefficients[1:]:
-        total *= x  # in place: fresh temporaries would take most of the time
+        total *= x  # it works in place: fresh temporaries would take most of the time
         total += c
     return total
 
 
 def erf(x: HostArray) -> HostArray:
-    """Error function of a float32 or float64 array, in its dtype; absolute error < 1e-15 in float64.
+    """Returns the error function of a float32 or float64 array, in its dtype; absolute error < 1e-15 in float64.
 
     Cody's second formula is for |x| <= 4. It serves up to 6 here, where erfc < 2e-8 no longer needs all its digits,
     and beyond 6 erf is 1 to the last bit.

@@ -1,8 +1,8 @@
-"""The four products of an expert that are no weight gradients, in the layer's precision and in e4m3.
+"""The four products of an expert other than weight gradients, in the layer's precision and in e4m3.
 
-A product in e4m3 multiplies e4m3 numbers exactly, adds in float64, and only then applies the scales: of x and of the
-gradient of out one for each row, of y = V(a) * M(b) and of the gradients of a and b one for each row and 128 columns,
-of weights one for each expert and half.
+A product in e4m3 multiplies e4m3 numbers exactly, adds in float64, and only then applies the scales. x and the
+gradient of out have one for each row, y = V(a) * M(b) and the gradients of a and b one for each row and 128 columns,
+weights one for each expert and half.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,20 +20,20 @@ class Products(Protocol):
     """The products of one expert with its n rows. Results are in the dtype of the computation."""
 
     def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
-        """x (n, d) times the halves of w1: (n, h) each, without a bias."""
+        """Returns x (n, d) times the halves of w1: (n, h) each, without a bias."""
 
     def down_fwd(self, expert: int, y: HostArray) -> HostArray:
-        """y (n, h), as it was computed, times w2: (n, d)."""
+        """Returns y (n, h), as it was computed, times w2: (n, d)."""
 
     def down_bwd(self, expert: int, grad_rows: HostArray) -> HostArray:
-        """The gradient (n, d) of out's rows times w2 transposed: (n, h)."""
+        """Returns the gradient (n, d) of out's rows times w2 transposed: (n, h)."""
 
     def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
-        """The gradients (n, h) of a and b times the halves of w1, transposed: (n, d), summed."""
+        """Returns the gradients (n, h) of a and b times the halves of w1, transposed: (n, d), summed."""
 
 
 class Plain:
-    """y is rounded to the dtype `store` before it is multiplied."""
+    """The products in the layer's precision. y is rounded to the dtype `store` before it is multiplied."""
 
     def __init__(self, w1_parts: Sequence[HostArray], w2: HostArray, compute: Any, store: Any) -> None:
         self.w1_parts, self.w2, self.compute, self.store = w1_parts, w2, compute, store
@@ -72,14 +72,14 @@ class InFp8:
         self._down_fwd, self._down_bwd = weights.w2_transposed.swapaxes(1, 2), weights.w2  # (E, h, d)
 
     def _by_row(self, rows: HostArray, weight: HostArray, scale: HostArray) -> HostArray:
-        """rows (n, K) with a scale each, times weight (K, N) with one scale."""
+        """Returns rows (n, K) with a scale each, times weight (K, N) with one scale."""
         stored, scales = quantize(rows, axis=1)
         with np.errstate(invalid="ignore"):
             sums = (from_e4m3(stored).astype(np.float64) @ weight).astype(np.float32)
             return cast(sums * (scales * scale), self.compute)
 
     def _by_group(self, rows: HostArray, weight: HostArray, scale: HostArray) -> HostArray:
-        """rows (n, K) with a scale for each 128 columns, times weight (K, N) with one scale; float64."""
+        """Returns rows (n, K) with a scale for each 128 columns, times weight (K, N) with one scale; float64."""
         total = np.zeros((len(rows), weight.shape[1]))
         with np.errstate(invalid="ignore"):
             for first in range(0, rows.shape[1], GROUP_COLUMNS):

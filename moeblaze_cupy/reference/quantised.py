@@ -29,13 +29,13 @@ NF4 = np.array(
 
 
 def from_e8m0(scales: HostArray) -> HostArray:
-    """Bytes s as 2^(s - 127) in float32, 255 as NaN."""
+    """Returns bytes s as 2^(s - 127) in float32, 255 as NaN."""
     powers: HostArray = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     return np.where(scales == 255, np.float32(np.nan), powers)
 
 
 def rounded(values: HostArray, dtype: Any) -> HostArray:
-    """Float32 in `dtype`. A NaN of bfloat16 is 0x7fff, as the kernels round it."""
+    """Returns float32 in `dtype`. A NaN of bfloat16 is 0x7fff, as the kernels round it."""
     found: HostArray = values.astype(dtype)
     if found.dtype == ml_dtypes.bfloat16:
         found.view(np.uint16)[np.isnan(values)] = 0x7FFF
@@ -43,7 +43,7 @@ def rounded(values: HostArray, dtype: Any) -> HostArray:
 
 
 def nf4_scales(weight: QuantizedWeight) -> HostArray:
-    """Of one or several experts, in float32: nested ones as code[byte] * absmax, rounded, + offset, rounded."""
+    """Returns scales of any experts in float32: nested ones are code[byte] * absmax, rounded, + offset, rounded."""
     scales: HostArray = weight.scales
     if weight.nested is not None:
         code, absmax, offset = weight.nested
@@ -88,7 +88,7 @@ _DECODE: dict[str, Callable[[QuantizedWeight, int, int], HostArray]] = {
 
 
 def expert_of(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
-    """The weight of one expert, E being 1."""
+    """Returns the weight of one expert, E being 1."""
     here = slice(expert, expert + 1)
     nested = weight.nested and weight.nested._replace(absmax=weight.nested.absmax[here])
     parts = weight.data[here], weight.scales[here]
@@ -96,7 +96,7 @@ def expert_of(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
 
 
 def dequantize(weight: QuantizedWeight) -> HostArray:
-    """(E, N, K) in the weight's dtype."""
+    """Returns (E, N, K) in the weight's dtype."""
     E, K, N = weight.shape
     decode, dtype = _DECODE[weight.format], np.dtype(getattr(ml_dtypes, weight.dtype, weight.dtype))
     out = np.empty((E, N, K), dtype)
@@ -108,12 +108,12 @@ def dequantize(weight: QuantizedWeight) -> HostArray:
 
 
 def _without_denormals(scales: HostArray) -> HostArray:
-    """Denormals as 0, as the kernels compare numbers."""
+    """Returns values with denormals as 0, as the kernels compare numbers."""
     return np.where(scales >= MIN_NORMAL, scales, np.float32(0))
 
 
 def _to_mxfp4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
-    """The OCP rule: the scale's exponent is that of the largest magnitude less 2; beyond 6 a code is that of 6."""
+    """Applies the OCP rule: the scale's exponent is that of the largest magnitude less 2; codes stop at 6."""
     N, K = rows.shape
     blocks = rows.reshape(N, K // MXFP4_BLOCK, MXFP4_BLOCK)
     amax = amax_over(blocks, 2)
@@ -129,7 +129,7 @@ def _to_mxfp4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray
 
 
 def _to_nf4(rows: HostArray, block: tuple[int, int] | None) -> tuple[HostArray, HostArray]:
-    """As bitsandbytes on CUDA: v * (1 / absmax), of two equally near entries the lower one."""
+    """Encodes as bitsandbytes does on CUDA: v * (1 / absmax), and the lower of two equally near entries."""
     blocks = rows.reshape(-1, NF4_BLOCK)
     absmax = _without_denormals(amax_over(blocks, 1))
     factors = np.divide(np.float32(1), absmax, out=np.zeros_like(absmax), where=absmax > 0)
@@ -164,7 +164,7 @@ _ENCODE: dict[str, Callable[[HostArray, tuple[int, int] | None], tuple[HostArray
 
 
 def quantize(w: HostArray, form: str, block: tuple[int, int] | None = None) -> QuantizedWeight:
-    """A weight (E, K, N), in any memory order, in a format. block: of "e4m3". Not finite weights give no numbers."""
+    """Returns w (E, K, N), in any memory order, in a format. block: "e4m3"'s. Non-finite weights give no numbers."""
     E, K, N = w.shape
     parts = []
     with np.errstate(all="ignore"):

@@ -6,11 +6,11 @@ import numpy as np
 
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, softmax
 
-NORMALIZER = 1e-20  # added to the sum of a token's sigmoid or sqrt_softplus scores where these are made shares of it
+NORMALIZER = 1e-20  # added to the sum of a token's sigmoid or sqrt_softplus scores to make shares of it
 
 
 def sigmoid(x: HostArray) -> HostArray:
-    small = np.exp(-np.abs(x))  # does not overflow, and keeps the digits of scores near 0
+    small = np.exp(-np.abs(x))  # it does not overflow, and keeps the digits of scores near 0
     scores: HostArray = np.where(np.signbit(x), small, 1) / (1 + small)
     return scores
 
@@ -20,7 +20,7 @@ def softplus(x: HostArray) -> HostArray:
 
 
 def scores_of(x: HostArray, score: str) -> HostArray:
-    """s = f(x) of logits (L, E)."""
+    """Returns s = f(x) of logits (L, E)."""
     if score == "softmax":
         return softmax(x)
     if score == "sigmoid":
@@ -31,14 +31,14 @@ def scores_of(x: HostArray, score: str) -> HostArray:
 
 
 def log_slope(x: HostArray, score: str) -> HostArray:
-    """d log s / dx of "sigmoid" and "sqrt_softplus": sigma(-x), and sigma(x) / (2 softplus(x)), which tends to 1/2."""
+    """Returns d log s / dx: "sigmoid" sigma(-x), "sqrt_softplus" sigma(x) / (2 softplus(x)), which tends to 1/2."""
     if score == "sigmoid":
         return sigmoid(-x)
     return np.where(x < -40, 0.5, sigmoid(x) / (2 * np.maximum(softplus(x), 1e-30))).astype(x.dtype)
 
 
 def _shares(x: HostArray, score: str) -> HostArray:
-    """q (L, E): how each token divides itself among all experts, the summand of score_sums."""
+    """Returns q (L, E): each token's shares of all experts, the summand of score_sums."""
     scores = scores_of(x, score)
     return scores if score == "softmax" else scores / (scores.sum(axis=1, keepdims=True) + NORMALIZER)
 
@@ -50,16 +50,16 @@ def _log_sum_exp(x: HostArray) -> HostArray:
 
 
 def _below_largest(x: HostArray, p: HostArray) -> tuple[HostArray, HostArray]:
-    """z (L, E): the logits less their row's largest; and the sums of p z (L,). p: their softmax.
+    """Returns z (L, E), the logits less their row's largest, and the sums of p z (L,). p: their softmax.
 
-    Entropies are made of z, as the logits would cancel. An expert without probability adds nothing, even at -inf.
+    Entropies are computed from z, as the logits would cancel. An expert without probability adds nothing, even at -inf.
     """
     z = np.where(p == 0, 0, x - x.max(axis=1, keepdims=True))
     return z, (p * z).sum(axis=1)
 
 
 def _entropies(x: HostArray) -> HostArray:
-    """(L,): sum of p (lse - x), as log of the sum of exp(z) less the mean z. Neither term is negative."""
+    """Returns (L,): sum of p (lse - x), as log of the sum of exp(z) less the mean z. Neither term is negative."""
     p = softmax(x)
     _, mean = _below_largest(x, p)
     entropies: HostArray = -np.log(p.max(axis=1)) - mean  # the largest logit has z = 0, so its p is 1 / sum of exp(z)
@@ -67,20 +67,20 @@ def _entropies(x: HostArray) -> HostArray:
 
 
 def _descending(keys: HostArray, last: HostArray | None = None) -> HostArray:
-    """The order of each row's keys, largest first: NaN before all, equal ones by id, those marked `last` at the end."""
+    """Returns the order of each row's keys, largest first: NaN before all, equal ones by id, `last` ones at the end."""
     by = (-keys, ~np.isnan(keys)) if last is None else (-keys, ~np.isnan(keys), last)
     return np.lexsort(by, axis=-1)
 
 
 def _keys(x: HostArray, score: str, bias: HostArray | None, bias_on: str) -> HostArray:
-    """What experts are ranked by (L, E). Scores rise with the logits, which have more digits, so these rank alone."""
+    """Returns the keys that rank experts (L, E). Scores rise with logits, which have more digits and so rank alone."""
     if bias is None:
         return x
     return (x if bias_on == "logits" else scores_of(x, score)) + cast(bias, x.dtype)
 
 
 def _outside_of_groups(ranked_by: HostArray, groups: tuple[int, int, int]) -> HostArray:
-    """(L, E) bool: the experts outside of the `kept` groups with the largest sums of their `top` largest entries."""
+    """Returns (L, E) bool: experts outside the `kept` groups with the largest sums of their `top` largest entries."""
     n, kept, top = groups
     L, E = ranked_by.shape
     by_group = ranked_by.reshape(L, n, E // n)
@@ -102,7 +102,7 @@ def _select(
     top_p: float | None,
     threshold: float | None,
 ) -> HostArray:
-    """ids (L, k) int32, -1 of slots that top_p or threshold take away."""
+    """Returns ids (L, k) int32, -1 for slots that top_p or threshold empties."""
     keys = _keys(x, score, bias, bias_on)
     outside = None
     if groups is not None:  # the largest key of a group is at its largest score; sums need the scores themselves
@@ -120,20 +120,20 @@ def _select(
 
 
 def _owners(offsets: HostArray, number: int, limit: int) -> HostArray:
-    """(number,): the i with offsets[i] <= position < offsets[i + 1], -1 where there is none."""
+    """Returns (number,): the i with offsets[i] <= position < offsets[i + 1], -1 if there is none."""
     found = np.searchsorted(np.clip(offsets, 0, number), np.arange(number), side="right") - 1
     return np.where(found < limit, found, -1)
 
 
 def _tokens(shape: tuple[int, ...], L: int, token_offsets: HostArray | None) -> HostArray:
-    """The token of each pair of ids of this shape, flat; -1 for pairs outside of the offsets."""
+    """Returns the token of each pair of ids of this shape, flat; -1 for pairs outside of the offsets."""
     if token_offsets is None:
         return np.repeat(np.arange(L), shape[1])
     return _owners(token_offsets, shape[0], L)
 
 
 def _sequences(L: int, sequences: Any, token_mask: HostArray | None) -> tuple[int, HostArray]:
-    """Their number, and the sequence of each token (L,), -1 for tokens that are in none."""
+    """Returns the number of sequences, and the sequence of each token (L,), -1 for tokens that are in none."""
     if isinstance(sequences, np.ndarray):
         number = len(sequences) - 1
         owners = _owners(sequences, L, number)
@@ -143,7 +143,7 @@ def _sequences(L: int, sequences: Any, token_mask: HostArray | None) -> tuple[in
 
 
 def _per_token(values: HostArray, token: HostArray, L: int, add: Any = np.add, start: float = 0) -> HostArray:
-    """The sum (or np.maximum) of each token's pairs, at each of its pairs."""
+    """Returns the sum (or np.maximum) of each token's pairs, at each of its pairs."""
     total = np.full(L, start, values.dtype)
     with np.errstate(invalid="ignore"):
         add.at(total, token, values)
@@ -169,9 +169,9 @@ def route(
     sums: tuple[str, ...] = (),
     sequences: Any = 1,
 ) -> tuple[Any, ...]:
-    """`moeblaze_cupy.route`, which says what the arguments mean. They are not checked here.
+    """Does what `moeblaze_cupy.route` does, which describes the arguments. They are not checked here.
 
-    Returns weights and ids, and with `sums` a third result: (score_sums, z_sums, entropy_sums), None if not asked for.
+    Returns weights and ids, and with `sums` a third result: (score_sums, z_sums, entropy_sums), each None if unasked.
     """
     x = cast(logits, compute_dtype(logits))  # (L, E)
     L, E = x.shape
@@ -200,7 +200,7 @@ def route(
 
 
 def _sums(x: HostArray, sums: tuple[str, ...], number: int, sequence: HostArray) -> tuple[HostArray | None, ...]:
-    """Added in float64."""
+    """Returns the sums, added in float64."""
     inside = np.flatnonzero(sequence >= 0)
     x, sequence = x[inside], sequence[inside]
 
@@ -240,7 +240,7 @@ def route_backward(
     grad_z_sums: HostArray | None = None,
     grad_entropy_sums: HostArray | None = None,
 ) -> HostArray:
-    """Gradient of `route` with respect to the logits, as `moeblaze_cupy.route_backward`.
+    """Returns the gradient of `route` with respect to the logits, as `moeblaze_cupy.route_backward` does.
 
     With g the gradient of the weights w and dot = sum of g w over a token's slots, a renormalised weight's score has
     the logarithmic gradient h = w (g - dot / scale), another's h = w g. Arguments are not checked.

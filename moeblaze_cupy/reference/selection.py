@@ -1,4 +1,4 @@
-"""Which pairs of a token and an expert stay or are taken: counts, capacity, and selection per expert, in NumPy."""
+"""The pairs of a token and an expert that stay or are taken: counts, capacity, selection per expert, in NumPy."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ Sequences = int | HostArray
 
 
 def expert_choice_pairs(num_tokens: int, num_experts: int, capacity: int, num_sequences: int, equal: bool) -> int:
-    """Room for the pairs of expert choice, which it fills where all sequences are equally long (`equal`)."""
+    """Returns the room for the pairs of expert choice, which fill it if all sequences are equally long (`equal`)."""
     if equal:
         return num_sequences * num_experts * min(capacity, num_tokens // num_sequences)
     return num_experts * min(num_sequences * capacity, num_tokens)
 
 
 def rounded_pairs(num_tokens: int, k: int, num_experts: int, tile: int, rounding: str) -> int:
-    """Room for the pairs of token rounding, whatever the router has chosen."""
+    """Returns the room for the pairs of token rounding, whatever the router has chosen."""
     added = {
         "up": num_experts * (tile - 1),
         "down": 0,
@@ -30,7 +30,7 @@ def rounded_pairs(num_tokens: int, k: int, num_experts: int, tile: int, rounding
 
 
 def tokens_per_expert(ids: HostArray, num_experts: int, *, sequences: Sequences = 1) -> HostArray:
-    """Slots of each expert in each sequence, (S, E) int32, of ids (L, k). Arguments are not checked."""
+    """Returns the slots of each expert in each sequence, (S, E) int32, for ids (L, k). Arguments are not checked."""
     ranges = list(_ranges(sequences, len(ids)))
     counts = np.zeros((len(ranges), num_experts), np.int32)
     for row, (begin, end) in zip(counts, ranges, strict=True):
@@ -49,13 +49,13 @@ def limit_capacity(
     priority: HostArray | None = None,
     sequences: Sequences = 1,
 ) -> HostArray:
-    """ids (L, k) int32 in which at most `capacity` slots per expert and sequence are left, the first in `order`.
+    """Returns ids (L, k) int32 with at most `capacity` slots per expert and sequence, the first in `order`.
 
     Equal ones stay by rising token, then slot. Arguments are not checked.
     """
     L, k = ids.shape
     kept = np.full((L, k), -1, np.int32)
-    rank = np.zeros((L, k), np.int64)  # of no slot before another
+    rank = np.zeros((L, k), np.int64)  # equal ranks: none goes before another
     if order == "choice":
         rank[:] = np.arange(k)
     elif order == "weights" and weights is not None:
@@ -75,7 +75,7 @@ def limit_capacity(
 
 
 def expert_choice(scores: HostArray, capacity: int, *, sequences: Sequences = 1) -> tuple[HostArray, HostArray]:
-    """Pairs of each expert with its `capacity` tokens of largest scores (L, E) in each sequence.
+    """Returns pairs of each expert with its `capacity` tokens of largest scores (L, E) in each sequence.
 
     Returns token_offsets (L+1,) and ids, int32; ids past the last pair are -1. Arguments are not checked.
     """
@@ -91,7 +91,7 @@ def expert_choice(scores: HostArray, capacity: int, *, sequences: Sequences = 1)
 def round_tokens(
     scores: HostArray, ids: HostArray, *, tile: int = 128, rounding: str = "nearest"
 ) -> tuple[HostArray, HostArray]:
-    """Pairs of each expert with a multiple of `tile` tokens, or all L: those that chose it first, then the others.
+    """Returns pairs of each expert with a multiple of `tile` tokens, or all L: those that chose it, then the others.
 
     scores (L, E), ids (L, k). Returns token_offsets (L+1,) and ids, int32; ids past the last pair are -1. Arguments are
     not checked.
@@ -108,7 +108,7 @@ def round_tokens(
 
 
 def rounded(frequencies: HostArray, L: int, tile: int, rounding: str) -> list[int]:
-    """How many tokens each expert gets in place of `frequencies` (E,).
+    """Returns how many tokens each expert gets in place of `frequencies` (E,).
 
     "up" and "down" are the multiples of the tile on either side, L at most; "nearest" the nearer one, half a tile goes
     down; "balance" the one that leaves the smaller absolute sum of all changes so far, equal ones go down.
@@ -129,7 +129,7 @@ def rounded(frequencies: HostArray, L: int, tile: int, rounding: str) -> list[in
 
 
 def list_pairs(mask: HostArray, num_pairs: int) -> tuple[HostArray, HostArray]:
-    """The first num_pairs set pairs of mask (L, E), by token, then expert.
+    """Returns the first num_pairs set pairs of mask (L, E), by token, then expert.
 
     Returns token_offsets (L+1,) and ids (num_pairs,), int32; ids past the last pair are -1. Arguments are not checked.
     """
@@ -177,14 +177,14 @@ def _present(ids: HostArray, num_experts: int) -> HostArray:
 
 
 def _descending(values: HostArray) -> HostArray:
-    """Integers that rise where values fall, equal for equal values; NaN first."""
+    """Returns integers that rise as values fall, equal for equal values; NaN comes first."""
     _, rank = np.unique(cast(values, compute_dtype(values)), return_inverse=True)  # NaN is the last
     descending: HostArray = -rank.reshape(values.shape)
     return descending
 
 
 def _ranges(sequences: Sequences, L: int) -> Iterator[tuple[int, int]]:
-    """Where each sequence begins and ends: equally long ones, or by offsets (S+1,) that rise, clamped to [0, L]."""
+    """Returns the bounds of each sequence: equally long ones, or by offsets (S+1,) that rise, clamped to [0, L]."""
     if isinstance(sequences, int):
         length = L // sequences
         yield from ((s * length, (s + 1) * length) for s in range(sequences))

@@ -10,9 +10,9 @@ from moeblaze_cupy.types import RouterSums
 
 
 def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any, Any, Any, Any]:
-    """sums and groups, lists made tuples, and sequences as (the number, None) or (None, the offsets).
+    """Returns sums and groups with lists made tuples, and sequences as (the number, None) or (None, the offsets).
 
-    What is left then can be part of a call's key as it came, before any check.
+    The results can be part of a call's key as they are, before any check.
     """
     if isinstance(sums, (list, set, frozenset)):
         sums = tuple(sums)
@@ -41,24 +41,24 @@ def route(
     sums: tuple[str, ...] = (),
     sequences: Any = 1,
 ) -> tuple[Any, ...]:
-    """Choose k experts per token, and their weights (paper section 2.1): w = s[ids], w /= sum(w) + eps, times scale.
+    """Chooses k experts per token, and their weights (paper section 2.1): w = s[ids], w /= sum(w) + eps, times scale.
 
     logits: x (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 4096; k <= min(E, 64).
     score: s = softmax(x), sigmoid(x), "sqrt_softplus" (its square root), "identity" (x) or "relu" (max(x, 0)).
-    renormalize: divide by the sum; None means k > 1, as one weight over itself is 1 whatever the logits, which then get
+    renormalize: divide by the sum; None means k > 1: one weight over itself is always 1, and the logits then get
     no gradient. eps >= 0 is added to the sum, but for softmax, whose renormalised form is the softmax over the chosen.
     bias: (E,) or (L, E) float32, added to s, or with bias_on="logits" to x, for the choice alone; it has no gradient.
     Without it the logits rank the experts, which is the same order. -inf forbids an expert as long as k others remain.
-    groups: (n, kept, top): of n equal groups of consecutive experts, those `kept` with the largest sums of their `top`
-    largest s + bias compete; k <= kept * E / n.
+    groups: (n, kept, top): experts form n equal groups of consecutive ones, and the `kept` groups with the largest
+    sums of their `top` largest s + bias compete; k <= kept * E / n.
     ids: (L, k) int32 or int64: these experts instead of a choice, whatever bias and groups; k is None or theirs. An id
     < 0 or >= E is an empty slot. With token_offsets (L+1,) int32 ids are (P,), and pair p is token t's for
     token_offsets[t] <= p < token_offsets[t+1]; renormalize=None then means True.
     token_mask: (L,) bool; a token that is False gets empty slots and has no share in the sums.
     top_p: a slot stays while the softmax(x) of the slots before it adds up to less; threshold: while its key, s or what
     bias makes of it, is at least this. Other slots are empty, and no part of the sum of weights. A NaN stays.
-    sums: any of "z", "entropy" and one of "softmax", "sigmoid", "sqrt_softplus": what RouterSums is to hold. Of the
-    latter, softmax(x), or the scores over their sum + 1e-20, is added to score_sums.
+    sums: any of "z", "entropy" and one of "softmax", "sigmoid", "sqrt_softplus": what RouterSums is to hold. The
+    last adds softmax(x), or the scores over their sum + 1e-20, to score_sums.
     sequences: S equal runs of consecutive tokens, or offsets (S+1,) int32 of S runs, to add up apart. S E, or S without
     score_sums, is at most 2^31 - 128. With sums on CUDA S is at most 65,535.
 
@@ -67,8 +67,8 @@ def route(
     A NaN logit ranks first; its weight is NaN, and with softmax or renormalize those of its whole token.
     Scores that are all 0 make NaN of renormalised weights if eps = 0.
     The contents of ids, token_offsets and sequences are not checked: offsets that fall make results without meaning.
-    Raises TypeError (dtype, device), ValueError (shape, k, options), or RuntimeError of tensors that autograd or a
-    transform of torch would have to follow.
+    Raises TypeError (dtype, device), ValueError (shape, k, options), or RuntimeError for tensors that autograd or
+    a transform of torch would have to follow.
     """
     if k is not None and type(k) is not int:
         k = checks.integer("route", "k", k)
@@ -118,7 +118,7 @@ def route_backward(
     grad_z_sums: Any = None,
     grad_entropy_sums: Any = None,
 ) -> Any:
-    """Gradient of `route`'s weights and sums with respect to its logits, (L, E) in their dtype.
+    """Returns the gradient of `route`'s weights and sums with respect to its logits, (L, E) in their dtype.
 
     grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them, or (P,)
     each with token_offsets. score, renormalize, eps, scale, token_mask, sums and sequences: as given to `route`. bias,

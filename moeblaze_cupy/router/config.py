@@ -1,4 +1,4 @@
-"""How the router's kernels are launched: lanes per token, tokens per block, shared memory."""
+"""The launch geometry of the router's kernels: lanes per token, tokens per block, shared memory."""
 
 from dataclasses import dataclass
 
@@ -14,28 +14,28 @@ from moeblaze_cupy.cuda.launch_config import (
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How threads hold tokens: lanes per token, its values per lane, tokens per block at a time and in all."""
+    """The places of tokens in threads: lanes per token, values per lane, tokens per block at a time and in all."""
 
     lanes: int
     values: int
     threads: int
     aligned: bool  # rows are read in vectors of 16 bytes
-    full: bool  # lanes hold no columns but those of experts
+    full: bool  # all columns that lanes hold are experts'
     tokens_per_block: int
     blocks: int
     shared_bytes: int
-    group_lanes: int = 0  # that hold a group, a vector each, where the kernel ranks groups in registers
+    group_lanes: int = 0  # lanes that hold a group, a vector each, if the kernel ranks groups in registers
     lane_k: int = 0  # k where one lane chooses and weighs a token's experts
 
 
 def _router_values(E: int, lanes: int, itemsize: int, aligned: bool) -> int:
-    """A lane's share of a row, in whole vectors."""
+    """Returns a lane's share of a row, in whole vectors."""
     width = 16 // itemsize if aligned else 1
     return ceil_div(E, lanes * width) * width
 
 
 def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) -> int:
-    """For groups of `size` experts that rank by their `top` best ones; 0 where a lane would end up with several."""
+    """Returns the lanes of a group of `size` experts that ranks by its `top` best; 0 if a lane would get several."""
     width = 16 // itemsize
     found = size // width
     power_of_two = size % width == 0 and found & (found - 1) == 0
@@ -43,7 +43,7 @@ def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) ->
 
 
 def _sum_row_words(E: int, lanes: int) -> int:
-    """From a token's row of sums in shared memory to the next: E + 2 columns, rounded up as router_token.cuh does."""
+    """Returns the words of a token's row of sums in shared memory: E + 2 columns, rounded up as in router_token.cuh."""
     columns = E + 2
     if lanes == 1:
         return columns | 1
@@ -53,10 +53,11 @@ def _sum_row_words(E: int, lanes: int) -> int:
 def _router_in_lane(
     L: int, E: int, k: int, *, itemsize: int, aligned: bool, groups: int, top: int, sums: bool, narrow: bool
 ) -> RouterConfig:
-    """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed.
+    """Returns the configuration in which one lane chooses and weighs a token's experts.
 
-    Blocks list 32 tokens at a time, and with sums or groups several times 32: while one warp chooses, the others go on.
-    With fewer experts, small blocks spread over more multiprocessors.
+    With more than 32 experts the lane chooses from what other lanes have listed. Blocks list 32 tokens at a time, and
+    with sums or groups several times 32: while one warp chooses, the others go on. With fewer experts, small blocks
+    spread over more multiprocessors.
     """
     if E <= 32:
         values, threads = _router_values(E, 1, itemsize, aligned), 64
@@ -93,8 +94,10 @@ def router_forward(
     over_row: bool = False,
     narrow: bool = False,
 ) -> RouterConfig:
-    """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
-    groups: how many, 0 for none, and how many of its best experts rank a group.
+    """Returns the configuration of a route's forward.
+
+    aligned: 16-byte loads are possible. k: None if tokens have varying numbers of slots, which are not selected.
+    groups: their number, 0 for none, and the number of its best experts that rank a group.
     cut: slots may stay empty. over_row: weights are shares of a sum over all experts. narrow: sums need more registers
     than those of softmax and z do.
 
@@ -106,7 +109,7 @@ def router_forward(
     in_lane = plain if E <= 32 else E <= 512 and not (number and sums)
     if selects and k and k <= ROUTER_LANE_K and not cut and in_lane:
         vectors = aligned and E % (16 // itemsize) == 0
-        # Where 32 values of a lane would leave too few registers.
+        # 32 values per lane would leave too few registers here.
         narrow |= biased or bool(number) or (E > 256 and (sums or over_row))
         found = _router_in_lane(
             L, E, k, itemsize=itemsize, aligned=vectors, groups=number, top=top, sums=sums, narrow=narrow

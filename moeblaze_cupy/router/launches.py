@@ -11,23 +11,23 @@ from moeblaze_cupy.frameworks import Buffer, Layout
 from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.router.options import RouterOptions
 
-ROUTED = ("logits", "bias", "ids", "token_offsets", "token_mask", "sequences")  # what the caller gives
+ROUTED = ("logits", "bias", "ids", "token_offsets", "token_mask", "sequences")  # the caller's arrays
 FORWARD = ("logits", "bias", "given", *ROUTED[3:], "weights", "ids", "partial_sums")
 ADDED = ("partial_sums", "sequences", "score_sums", "z_sums", "entropy_sums")
 BACKWARD = (
     *("logits", "grad_weights", "weights", "ids", "token_offsets", "token_mask", "sequences"),
     *("grad_score_sums", "grad_z_sums", "grad_entropy_sums", "grad_logits"),
 )
-Layouts = tuple[tuple[str, Layout], ...]  # by the argument's name
+Layouts = tuple[tuple[str, Layout], ...]  # pairs of an argument's name and its layout
 Shape = tuple[int, ...]
 
 
 def router_variant(
     entry: str, config: router_config.RouterConfig, *, dtype: str, score: str, renormalize: bool, **macros: str | int
 ) -> Variant:
-    """ "router_forward", "router_lane" or "router_backward" for a configuration and the options that are compiled in.
+    """Returns the variant of router_forward, router_lane or router_backward for a configuration and compiled options.
 
-    Where a kernel does not hold whole rows, `values` of the configuration counts for nothing.
+    A kernel that does not hold whole rows ignores `values` of the configuration.
     """
     common: dict[str, str | int] = {
         "ELEMENT": ELEMENTS[dtype],
@@ -43,22 +43,22 @@ def router_variant(
 
 
 class Forward(NamedTuple):
-    """route and sum are None where there is nothing to do; `sums`: shapes of the results, None for those not asked."""
+    """A forward's launches. route and sum are None if there is no work. sums: result shapes, None if not asked for."""
 
     route: Launch | None
     sum: Launch | None
-    shape: Shape  # of weights and ids
+    shape: Shape  # shape of weights and ids
     partial_sums: Shape
     sums: tuple[Shape | None, Shape | None, Shape | None]
 
 
 class Backward(NamedTuple):
     launch: Launch | None
-    layout: Layout  # of the logits
+    layout: Layout  # the logits' layout
 
 
 def _bits(value: float) -> int:
-    """A float32's, as the int32 that a struct of parameters holds. What is too large for one is infinite."""
+    """Returns a float32's bits as the int32 that a parameter struct holds. Too large a value becomes infinite."""
     try:
         packed = struct.pack("=f", value)
     except OverflowError:
@@ -72,7 +72,7 @@ def _sums(shares: str | None, z: bool, entropy: bool) -> dict[str, str | int]:
 
 
 def _aligned(*layouts: Layout | None) -> bool:
-    """Whether all that the kernels read in vectors begins at multiples of 16 bytes."""
+    """Returns whether all arrays that the kernels read in vectors begin at multiples of 16 bytes."""
     return not any(layout is not None and layout.misalignment for layout in layouts)
 
 
@@ -82,7 +82,7 @@ def _group_top(groups: tuple[int, int, int] | None) -> int:
 
 @cached
 def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -> Forward:
-    """Launches of a route whose options are settled. k: slots per token, None with token_offsets."""
+    """Returns the launches of a route with settled options. k: slots per token, None with token_offsets."""
     given = dict(layouts)
     logits, ids, bias, sequences = (given.get(name) for name in ("logits", "ids", "bias", "sequences"))
     assert logits is not None
@@ -160,13 +160,16 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
 
 
 def _reciprocal(size: int) -> int:
-    """2^32 / size, rounded up, as an int32: a column times it, shifted right by 32 bits, is column // size. 0 for 1."""
+    """Returns 2^32 / size, rounded up, as an int32; 0 for 1. (column * it) >> 32 is column // size."""
     value = 0 if size == 1 else 2**32 // size + 1
     return value - 2**32 if value >= 2**31 else value
 
 
 def route(run: Runtime, steps: Forward, pointers: Sequence[int]) -> tuple[Buffer | None, ...]:
-    """weights float32, ids int32, and with sums those of scores, z and entropy, float32. pointers: of ROUTED."""
+    """Returns weights float32, ids int32, and with sums those of scores, z and entropy, float32.
+
+    pointers: the addresses of the arrays in ROUTED.
+    """
     weights, ids = run.empty(steps.shape, "float32"), run.empty(steps.shape, "int32")
     if steps.sum is None:
         if steps.route:
@@ -182,7 +185,7 @@ def route(run: Runtime, steps: Forward, pointers: Sequence[int]) -> tuple[Buffer
 
 @cached
 def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
-    """The launch of a route's backward, with the gradients that are given among the layouts."""
+    """Returns the launch of a route's backward. The layouts include those of the given gradients."""
     given = dict(layouts)
     logits, ids, sequences = given["logits"], given["ids"], given.get("sequences")
     L, E = logits.shape
@@ -215,7 +218,7 @@ def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
 
 
 def route_backward(run: Runtime, steps: Backward, pointers: Sequence[int]) -> Buffer:
-    """Gradient of the logits (L, E), in their layout. pointers: of BACKWARD but the last."""
+    """Returns the gradient of the logits (L, E), in their layout. pointers: those of BACKWARD but the last."""
     grad_logits = run.empty(steps.layout.shape, steps.layout.dtype)
     if steps.launch:
         run.launch(steps.launch, *pointers, grad_logits.ptr)

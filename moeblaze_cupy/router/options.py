@@ -14,26 +14,26 @@ from moeblaze_cupy.types import SCORES, SHARES, SUMS
 
 
 class RouterOptions(NamedTuple):
-    """The checked options that are no arrays. With the layouts of the arrays they make the key of a call."""
+    """The checked options that are not arrays. They form a call's key together with the layouts of the arrays."""
 
     score: str
-    renormalize: bool | None  # None: of k > 1
+    renormalize: bool | None  # None: True if k > 1
     eps: float
     scale: float
     bias_on: str
-    groups: tuple[int, int, int] | None  # number, how many are kept, how many of its largest keys rank a group
+    groups: tuple[int, int, int] | None  # number of groups, groups kept, largest keys that rank a group
     top_p: float | None
     threshold: float | None
-    sums: tuple[str, ...]  # in the order of SUMS
+    sums: tuple[str, ...]  # names in the order of SUMS
     sequences: int | None  # None: an array of offsets
 
     @property
     def shares(self) -> str | None:
-        """The score whose shares are added to score_sums."""
+        """Returns the score whose shares are added to score_sums."""
         return next((name for name in self.sums if name in SHARES), None)
 
     def renormalized(self, k: int | None) -> "RouterOptions":
-        """With True or False in place of renormalize=None. k: slots per token, None if their number differs by token.
+        """Returns the options with True or False for renormalize=None. k: slots per token, None if it differs by token.
 
         The only weight over itself is 1 and has no gradient, so one slot is not renormalised unless this is asked for.
         """
@@ -45,12 +45,12 @@ def _number(function: str, argument: str, value: Any) -> float:
         raise checks.bad_type(function, argument, "a number", repr(value))
     try:
         return float(value)
-    except OverflowError:  # of an int
+    except OverflowError:  # an int too large for a float
         return math.inf if value > 0 else -math.inf
 
 
 def _is_finite(value: float) -> bool:
-    """In float32, as kernels take it."""
+    """Returns whether a value is finite in float32, which kernels take."""
     return abs(value) <= float(np.finfo(np.float32).max)
 
 
@@ -64,14 +64,14 @@ def _groups(function: str, groups: Any) -> tuple[int, int, int]:
 
 
 def of(function: str, *values: Any) -> RouterOptions:
-    """The values of RouterOptions, in its order, as the caller gave them, checked.
+    """Checks the caller's values, given in the order of RouterOptions, and returns the options.
 
     Raises TypeError or ValueError with the name of the function and of the option.
     """
     values = tuple(tuple(value) if isinstance(value, list) else value for value in values)
     try:
         return _kept(function, *values)
-    except TypeError:  # what is not hashable is not valid either, but for sets
+    except TypeError:  # an unhashable value is not valid either, except a set
         return _checked(function, *values)
 
 
@@ -149,7 +149,7 @@ def _k(function: str, argument: str, k: int, E: int) -> None:
 
 
 def group_sizes(function: str, options: RouterOptions, k: int | None, E: int) -> None:
-    """`groups` against E, and against the number k of experts to choose if any are."""
+    """Checks `groups` against E, and against the number k of experts to choose if any are."""
     if options.groups is None:
         return
     n, kept, top = options.groups
@@ -172,12 +172,12 @@ def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -
     if (offsets := given.get("token_offsets")) is not None:
         checks.shape(function, "token_offsets", offsets, "L+1", (L + 1,))
         _array(function, "token_offsets", offsets, ("int32",))
-    columns = E if options.shares else 1  # of the largest of the sums
+    columns = E if options.shares else 1  # columns of the largest of the sums
     return checks.sequences(function, options.sequences, given.get("sequences"), L, columns)
 
 
 def forward(function: str, given: Mapping[str, Array], k: int | None, options: RouterOptions) -> None:
-    """The arrays of `route`, by name, those that are absent left out, against k and the options."""
+    """Checks the arrays of `route`, by name without the absent ones, against k and the options."""
     logits = given["logits"]
     _logits(function, logits)
     L, E = logits.shape
@@ -216,7 +216,7 @@ def forward(function: str, given: Mapping[str, Array], k: int | None, options: R
 
 
 def backward(function: str, given: Mapping[str, Array], options: RouterOptions) -> None:
-    """The arrays of `route_backward`, as of `forward`."""
+    """Checks the arrays of `route_backward` as `forward` does."""
     logits, weights = given["logits"], given["weights"]
     _logits(function, logits)
     L, E = logits.shape

@@ -25,7 +25,7 @@ def _sequences(call: Call, number: int | None, num_tokens: int, num_experts: int
 
 @graph_break
 def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
-    """How many slots each expert has in each sequence: (S, E) int32.
+    """Returns how many slots each expert has in each sequence: (S, E) int32.
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is an empty slot. Rows may lie apart, so that
     tokens_per_expert(ids[:, :1], E) counts first choices. num_experts <= 4096.
@@ -60,7 +60,7 @@ def limit_capacity(
     priority: Any = None,
     sequences: Any = 1,
 ) -> Any:
-    """ids with at most `capacity` slots per expert and sequence: (L, k) int32, dropped and empty slots -1.
+    """Returns ids with at most `capacity` slots per expert and sequence: (L, k) int32, dropped and empty slots -1.
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is an empty slot. num_experts <= 4096; capacity >= 0.
     order: which slots of an expert stay. "position": the first by token, then slot (Switch Transformers; "position" of
@@ -108,7 +108,7 @@ def limit_capacity(
 
 @graph_break
 def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[Any, Any]:
-    """Pairs of each expert with its `capacity` tokens of largest scores in each sequence (arXiv 2202.09368).
+    """Returns pairs of each expert with its `capacity` tokens of largest scores in each sequence (arXiv 2202.09368).
 
     scores: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 4096: for instance the softmax of the logits over experts.
     Equal scores go to the lower token, NaN is the largest. capacity >= 0; all tokens where it is larger.
@@ -142,12 +142,12 @@ def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[An
 
 @graph_break
 def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nearest") -> tuple[Any, Any]:
-    """Pairs in which each expert has a multiple of `tile` tokens: token rounding (SonicMoE, arXiv 2512.14080).
+    """Returns pairs in which each expert has a multiple of `tile` tokens: token rounding (SonicMoE, arXiv 2512.14080).
 
     scores: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 4096. ids: (L, k) int32 or int64, the router's choice; an
-    id < 0 or >= E is an empty slot. Of f tokens that chose an expert, n are kept: those that chose it rank first, by
+    id < 0 or >= E is an empty slot. An expert that f tokens chose keeps n tokens: those that chose it rank first, by
     their score, then all others by theirs; equal ones by rising token, NaN first.
-    For chosen tokens to rank by their normalised weights put these into the scores: scores.scatter(1, ids, weights).
+    Chosen tokens rank by their normalised weights if the scores hold these: scores.scatter(1, ids, weights).
     rounding: "up" and "down" are the multiples of tile on either side of f; "nearest" is the nearer one, and half a
     tile goes down; "balance" goes through the experts in order and takes the one for which the sum of all changes so
     far is nearer to 0, so that the total changes by half a tile at most. n is L at most. 1 <= tile <= 2^30.
@@ -181,7 +181,7 @@ def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nea
 
 @graph_break
 def list_pairs(mask: Any, num_pairs: int) -> tuple[Any, Any]:
-    """The pairs that are set in a mask, by token, then expert; at most num_pairs, the first ones.
+    """Returns the pairs that are set in a mask, by token, then expert; at most num_pairs, the first ones.
 
     mask: (L, E) bool or uint8, E <= 4096: any dense routing map, such as logits > 0 (ReMoE, arXiv 2412.14711).
     Returns token_offsets (L+1,) and ids (num_pairs,), int32: the experts of token t, rising, are ids[token_offsets[t] :

@@ -14,7 +14,7 @@ from moeblaze_cupy.types import SCORES
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """What tokens_per_expert launches."""
+    """The launches of tokens_per_expert."""
 
     clear: Launch
     count: Launch
@@ -22,7 +22,7 @@ class Counts:
 
 @cached
 def configure_counts(ids: Layout, num_experts: int, sequences: Sequences, limits: DeviceLimits) -> Counts | None:
-    """The launches for ids (L, k), whose rows may lie apart; None where there are no tokens."""
+    """Returns the launches for ids (L, k), whose rows may lie apart, or None without tokens."""
     L, k = ids.shape
     if L == 0:
         return None
@@ -49,7 +49,7 @@ def configure_counts(ids: Layout, num_experts: int, sequences: Sequences, limits
 
 
 def tokens_per_expert(run: Runtime, plan: tuple[Counts | None, tuple[int, int]], pointers: Sequence[int]) -> Buffer:
-    """Slots of each expert in each sequence, int32. plan: the steps, and the shape (S, E). pointers: ids, sequences."""
+    """Returns slots per sequence and expert, int32. plan: the steps, and the shape (S, E). pointers: ids, sequences."""
     steps, shape = plan
     counts = run.empty(shape, "int32")
     if steps:
@@ -62,7 +62,7 @@ def tokens_per_expert(run: Runtime, plan: tuple[Counts | None, tuple[int, int]],
 
 @dataclass(frozen=True, eq=False)
 class Quantiles:
-    """What quantile_histogram launches."""
+    """The launches of quantile_histogram."""
 
     num_tokens: int
     lines: Launch
@@ -71,7 +71,7 @@ class Quantiles:
 
 @cached
 def configure_quantiles(logits: Layout, ids: Layout, bins: int, score: str, limits: DeviceLimits) -> Quantiles | None:
-    """The launches for logits (L, E) and ids (L, k); None where there are no tokens."""
+    """Returns the launches for logits (L, E) and ids (L, k), or None without tokens."""
     L, E = logits.shape
     if L == 0:
         return None

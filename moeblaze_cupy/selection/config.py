@@ -4,7 +4,7 @@ from moeblaze_cupy.cuda import launch_config
 
 
 def parts_of_sequence(num_sequences: int, longest: int, blocks: int, fewest_tokens: int, most_tokens: int) -> int:
-    """Into how many parts the tokens of each sequence are divided, a block each.
+    """Returns the number of parts, a block each, into which the tokens of each sequence are divided.
 
     longest: tokens that a sequence may have. blocks: for all sequences together at most, if their parts then have
     `fewest_tokens` or more, and `most_tokens` at most.
@@ -14,17 +14,17 @@ def parts_of_sequence(num_sequences: int, longest: int, blocks: int, fewest_toke
 
 
 def pairs_block_shift(num_tokens: int, row_words: int) -> int:
-    """log2 of the tokens whose pairs a block lists: a word for each thread or more, in at most PAIRS_BLOCKS blocks."""
+    """Returns log2 of the tokens whose pairs a block lists: a word or more per thread, at most PAIRS_BLOCKS blocks."""
     fewest = launch_config.ceil_div(launch_config.PAIRS_THREADS, row_words)
     tokens = max(fewest, launch_config.ceil_div(num_tokens, launch_config.PAIRS_BLOCKS))
     return (tokens - 1).bit_length()
 
 
 def digit_bits(block_bytes: int, num_columns: int, limits: launch_config.DeviceLimits) -> int:
-    """The widest leading digit that a selection counts.
+    """Returns the bits of the widest leading digit that a selection counts.
 
-    block_bytes: of a block's counters in shared memory per value of a digit. num_columns: of all 32-bit counters in
-    global memory.
+    block_bytes: bytes of a block's counters in shared memory per value of a digit. num_columns: columns of all 32-bit
+    counters in global memory.
     """
     shared = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
     width, memory = launch_config.SELECT_BITS, launch_config.SELECT_HISTOGRAM_BYTES
@@ -34,26 +34,26 @@ def digit_bits(block_bytes: int, num_columns: int, limits: launch_config.DeviceL
 
 
 def listed_candidates(num_tokens: int, num_experts: int) -> int:
-    """How many candidates of 8 bytes columns_split lists: an eighth of all scores, a byte per score.
+    """Returns the number of 8-byte candidates that columns_split lists: an eighth of all scores, a byte per score.
 
-    Of scores that differ fewer have the digit in which the selection ends. Columns for which there is no room are read
-    again, through a bit per score.
+    If scores differ, fewer of them have the digit in which the selection ends. Columns without room are read again,
+    through a bit per score.
     """
     return min(launch_config.ceil_div(num_tokens * num_experts, 8), 2**31 - 1)
 
 
 def ranking_warps(num_experts: int, limits: launch_config.DeviceLimits) -> int:
-    """Warps of capacity_mark that rank slots, each with a counter per expert in shared memory."""
+    """Returns the warps of capacity_mark that rank slots, each with a counter per expert in shared memory."""
     available = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
     return max(1, min(launch_config.SELECT_THREADS // 32, available // (4 * num_experts) - 2))
 
 
 def counts_choices(num_counts: int, num_parts: int, limits: launch_config.DeviceLimits) -> bool:
-    """Whether slots are counted apart for each choice and expert, num_counts in each part, or compared by keys."""
+    """Returns whether slots are counted per choice and expert, num_counts in each part, instead of compared by keys."""
     available = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
     return 4 * num_counts <= available and 4 * num_counts * num_parts <= launch_config.SELECT_HISTOGRAM_BYTES
 
 
 def quantile_columns(bins: int) -> int:
-    """Experts of a block of quantile_counts: a power of two up to 32 whose counters fit."""
+    """Returns the experts of a block of quantile_counts: a power of two up to 32 whose counters fit."""
     return min(32, 1 << (launch_config.DEFAULT_SHARED_BYTES // (4 * bins)).bit_length() - 1)

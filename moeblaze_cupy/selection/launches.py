@@ -20,33 +20,33 @@ Pairs = tuple[Buffer, Buffer]  # token_offsets and ids
 
 @dataclass(frozen=True)
 class Sequences:
-    """How tokens are divided: into as many sequences, of equal lengths or by offsets (S+1,) in int32."""
+    """A division of tokens into sequences of equal lengths, or by int32 offsets (S+1,)."""
 
     number: int
     by_offsets: bool
 
     def longest(self, num_tokens: int) -> int:
-        """The most tokens that a sequence may have."""
+        """Returns the most tokens that a sequence may have."""
         return num_tokens if self.by_offsets else num_tokens // self.number
 
 
 @dataclass(frozen=True, eq=False)
 class ListPairs:
-    """The launches that make token_offsets and ids of a bit per pair, or of a mask."""
+    """The launches that make token_offsets and ids from a bit per pair, or from a mask."""
 
     words: tuple[int, int]  # shape of the bits
     num_tokens: int
     num_pairs: int
     blocks: int
     block_shift: int  # log2 of a block's tokens
-    pack: Launch | None  # bits from a mask
+    pack: Launch | None  # makes bits from a mask
     count: Launch
     write: Launch
 
 
 @cached
 def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask: bool = False) -> ListPairs:
-    """The launches that list the set pairs of (L, E), at most num_pairs."""
+    """Returns the launches that list the set pairs of (L, E), at most num_pairs."""
     row_words = launch_config.ceil_div(num_experts, 32)
     num_words, threads = num_tokens * row_words, launch_config.PAIRS_THREADS
     shift = selection_config.pairs_block_shift(num_tokens, row_words)
@@ -82,7 +82,7 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
 
 
 def list_pairs(run: Runtime, steps: ListPairs, pointers: Sequence[int]) -> Pairs:
-    """token_offsets (L+1,) and ids (num_pairs,), int32. pointers: of a mask (L, E) with a byte per pair."""
+    """Returns token_offsets (L+1,) and ids (num_pairs,), int32. pointers: address of a mask (L, E), a byte per pair."""
     taken = run.empty(steps.words, "int32")
     assert steps.pack
     run.launch(steps.pack, *pointers, taken.ptr)
@@ -103,17 +103,17 @@ def _listed(run: Runtime, steps: ListPairs, taken: Buffer, counts: int) -> Pairs
 
 @dataclass(frozen=True, eq=False)
 class Select:
-    """The tokens with the largest scores of each expert: what is launched and allocated."""
+    """The launches and allocations that select the tokens with the largest scores of each expert."""
 
     num_columns: int
-    zeros: Zeros  # reserved, histogram, done, listed, block counts; of token rounding done and frequencies
+    zeros: Zeros  # reserved, histogram, done, listed, block counts; token rounding also has done and frequencies
     room: int  # candidates that the list may have
     count: Launch
     split: Launch
     finish: Launch
     pairs: ListPairs
-    choose: Launch | None  # chosen_bits of token rounding
-    by_offsets: bool  # which might leave tokens out, or have sequences that overlap
+    choose: Launch | None  # chosen_bits; token rounding only
+    by_offsets: bool  # offsets may leave tokens out or make sequences overlap
 
 
 def _configure(
@@ -172,7 +172,7 @@ def _configure(
 def configure_expert_choice(
     scores: Layout, capacity: int, sequences: Sequences, num_pairs: int, limits: DeviceLimits
 ) -> Select | None:
-    """The launches for scores (L, E); None where there are no tokens."""
+    """Returns the launches for scores (L, E), or None without tokens."""
     return _configure(scores, min(capacity, scores.shape[0]), sequences, num_pairs, limits)
 
 
@@ -180,7 +180,7 @@ def configure_expert_choice(
 def configure_round_tokens(
     scores: Layout, ids: Layout, tile: int, rounding: str, num_pairs: int, limits: DeviceLimits
 ) -> Select | None:
-    """The launches for scores (L, E) and ids (L, k); None where there are no tokens."""
+    """Returns the launches for scores (L, E) and ids (L, k), or None without tokens."""
     (L, E), k, threads = scores.shape, ids.shape[1], launch_config.SELECT_THREADS
     parts = selection_config.parts_of_sequence(1, L, 2 * limits.multiprocessors, 256, max(L, 1))
     bits = Launch(
@@ -199,25 +199,25 @@ Plan = tuple[Select | None, int]  # the steps, None without tokens, and the numb
 
 
 def expert_choice(run: Runtime, plan: Plan, pointers: Sequence[int]) -> Pairs:
-    """pointers: scores, sequences."""
+    """Launches expert choice. pointers: scores, sequences."""
     scores, offsets = pointers
     return _select(run, plan, scores, 0, offsets)
 
 
 def round_tokens(run: Runtime, plan: Plan, pointers: Sequence[int]) -> Pairs:
-    """pointers: scores, ids."""
+    """Launches token rounding. pointers: scores, ids."""
     return _select(run, plan, *pointers)
 
 
 def _select(run: Runtime, plan: Plan, scores: int, ids: int, offsets: int = 0) -> Pairs:
-    """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
+    """Returns token_offsets (L+1,) and ids of the pairs, int32. ids: the choice that token rounding starts from."""
     steps, num_pairs = plan
     if steps is None:
         no_offsets, no_ids = run.empty((1,), "int32"), run.empty((num_pairs,), "int32")
         run.clear(no_offsets.ptr, 4)
         return no_offsets, no_ids
     columns = run.empty((steps.num_columns, COLUMN), "int32")
-    # Before the first launch, as `choose` writes it before it waits: what is allocated later may still be in use.
+    # `choose` writes this memory before it waits, and memory allocated after the first launch may still be in use.
     chosen = run.empty(steps.pairs.words, "int32") if steps.choose else None
     _memory, addresses = steps.zeros.make(run)
     reserved, histogram, counted, listed, counts, chose, frequencies = addresses
@@ -239,7 +239,7 @@ def _select(run: Runtime, plan: Plan, scores: int, ids: int, offsets: int = 0) -
 
 @dataclass(frozen=True, eq=False)
 class CapacityByKey:
-    """What limit_capacity launches and allocates if it selects slots by keys: weights, priorities or many choices."""
+    """The launches and allocations of limit_capacity if keys select slots: weights, priorities or many choices."""
 
     num_columns: int
     zeros: Zeros  # reserved, histogram, listed
@@ -252,7 +252,7 @@ class CapacityByKey:
 
 @dataclass(frozen=True, eq=False)
 class CapacityByCounts:
-    """What limit_capacity launches and allocates if it counts slots by position, or by few choices."""
+    """The launches and allocations of limit_capacity if it counts slots by position, or by few choices."""
 
     counts: int  # int32 elements
     totals: Zeros | None
@@ -273,7 +273,7 @@ def configure_capacity(
     sequences: Sequences,
     limits: DeviceLimits,
 ) -> Capacity | None:
-    """The launches for ids (L, k); None where there are no tokens. values: dtype of the weights or priorities."""
+    """Returns the launches for ids (L, k), or None without tokens. values: dtype of the weights or priorities."""
     (L, k), E, S, threads = ids.shape, num_experts, sequences.number, launch_config.SELECT_THREADS
     if L == 0:
         return None
@@ -338,7 +338,7 @@ def configure_capacity(
 
 
 def limit_capacity(run: Runtime, plan: tuple[Capacity | None, tuple[int, int]], pointers: Sequence[int]) -> Buffer:
-    """ids int32, -1 where a slot is dropped or empty. plan: the steps, and the shape (L, k).
+    """Returns ids int32, -1 for a dropped or empty slot. plan: the steps, and the shape (L, k).
 
     pointers: ids, weights, priority, sequences.
     """

@@ -1,4 +1,4 @@
-"""What command lines share: numbers among their options, and errors in one line with an exit code."""
+"""The shared parts of command lines: numbers among their options, and errors in one line with an exit code."""
 
 import argparse
 import contextlib
@@ -18,13 +18,13 @@ class CommandError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The error's first line with words in it, without this package's own name in front."""
+    """Returns the error's first line with words in it, without this package's own name in front."""
     lines = [line.strip() for line in str(error).splitlines() if any(c.isalnum() for c in line)]
     return lines[0].removeprefix("moeblaze_cupy: ") if lines else type(error).__name__
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An option's type: whole numbers from `least` to `most`."""
+    """Returns an option's type: whole numbers from `least` to `most`."""
     expected = f"a whole number from {least} {'on' if most is None else f'to {most}'}"
 
     def parse(text: str) -> int:
@@ -38,7 +38,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def positive_number(text: str) -> float:
-    """An option's type: finite numbers above 0."""
+    """Converts an option's text to a finite number above 0."""
     with contextlib.suppress(ValueError):
         value = float(text)
         if 0 < value < float("inf"):
@@ -51,12 +51,12 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 def run_guarded(name: str, run: Callable[[], int]) -> int:
-    """The exit code of `run`, or that of the error that ended it, which goes to stderr in one line after `name`.
+    """Returns `run`'s exit code, or that of the error that ended it, which goes to stderr in one line after `name`.
 
     0: done. 1: it ran and failed. 2: it cannot run as asked. 130: Ctrl-C. 141: the reader of stdout left.
     """
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by the caller: what goes there is not wanted
+        if getattr(sys, stream) is None:  # the caller closed it and wants no output
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     try:
         try:
@@ -81,6 +81,6 @@ def run_guarded(name: str, run: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Python flushes stdout once more at its exit, which would fail again."""
+    """Discards output, as Python flushes stdout once more at its exit, which would fail again."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: a stdout without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`compile`: fills CuPy's kernel cache, so that the first training step of a layer compiles nothing."""
+"""`compile`: it fills CuPy's kernel cache, so that the first training step of a layer compiles nothing."""
 
 import argparse
 import itertools
@@ -17,7 +17,7 @@ from moeblaze_cupy.tools.sizes import layer_shape, save_policy
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if every kernel compiled, 1 if some did not."""
+    """Returns 0 if every kernel compiled, 1 if some did not."""
     try:
         limits = _device_limits()
     except Exception as error:  # a broken CuPy can fail in any way; all of them mean that nothing can be compiled
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     s = layer_shape(args, limits.tier)
     try:
         needed = modules(s, save_policy(args), limits, args.accumulate)
-    except ValueError as error:  # what this GPU's dispatch cannot take
+    except ValueError as error:  # this GPU's dispatch cannot take the layer
         raise CommandError(one_line(error)) from error
     seconds, failures = 0.0, 0
     # NVRTC releases the GIL, so threads compile in parallel.
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def modules(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: bool = False) -> list[Variant]:
-    """What the layer launches in training and in inference, by dry runs; one variant of each module.
+    """Returns one variant of each module that dry runs of training and inference launch.
 
     It is the union over s.L tokens, half of them, and so on to one token, as a last batch has fewer; over router
     weights in float32 and in the layer's dtype; and with `accumulate` over new gradients and sums in float32.
@@ -67,6 +67,6 @@ def modules(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: b
 
 
 def _device_limits() -> launch_config.DeviceLimits:
-    """The limits of the current device. Raises RuntimeError saying what is missing."""
+    """Returns the limits of the current device. Raises RuntimeError saying what is missing."""
     cupy = loader.import_cupy()
     return loader.device_limits(cupy.cuda.runtime.getDevice())

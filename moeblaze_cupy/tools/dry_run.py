@@ -1,6 +1,6 @@
-"""A dry run of a layer: what its passes launch and allocate on a GPU, which none of it needs.
+"""A dry run of a layer: it tells what its passes launch and allocate on a GPU, and needs no GPU.
 
-The passes of `ops` run on a `Recorder` as they run on a GPU, so what it notes is what they do.
+The passes of `ops` run on a `Recorder` as they run on a GPU, so its notes are what they do.
 """
 
 import math
@@ -21,9 +21,9 @@ from moeblaze_cupy.tools.memory import LayerShape
 from moeblaze_cupy.types import FACTORS, BackwardArrays, LayerArrays, Lora, LoraRows
 
 GAP = 1 << 12  # bytes between buffers
-FIRST_ADDRESS = 1 << 60  # of buffers: far from the addresses that inputs are given
+FIRST_ADDRESS = 1 << 60  # the first buffer's, far from the addresses that inputs are given
 
-# What an allocation is, by the name of a field in a kernel's struct: the first of its uses that is listed here tells.
+# Contents of an allocation by the name of a field in a kernel's struct. The first of its uses listed here decides.
 CONTENTS: dict[str, str | dict[str, str]] = {
     "block_counts": "slots per CTA and expert",
     "row_tiles": {"square_tiles": "square row tiles"},
@@ -123,14 +123,14 @@ class Recorder(Runtime):
 
 
 def allocation_of(array: Any) -> Allocation:
-    """The allocation of an array that a recorder gave."""
+    """Returns the allocation of an array that a recorder gave."""
     memory: _Memory = array
     return memory.allocation
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass as it was recorded. kept: what the caller has when it ends, by name; not free while this lives."""
+    """A recorded pass. kept: arrays that the caller has when it ends, by name; they are not free while this lives."""
 
     name: str
     run: Recorder
@@ -142,20 +142,20 @@ class Pass:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is allocated at one time, kept buffers included, those of an earlier pass not."""
+        """Returns the most bytes allocated at one time, with kept buffers, without those of an earlier pass."""
         return self.run.peak
 
     def alive_at(self, launch: int) -> list[Allocation]:
-        """In the order of their allocation. launch: its number from 0."""
+        """Returns the live allocations in the order of their allocation. launch: its number from 0."""
         return [allocation for allocation in self.run.allocations if allocation.is_alive(launch)]
 
     def at_peak(self) -> list[Allocation]:
-        """What is allocated when most is."""
+        """Returns the allocations at the time of the most bytes."""
         stages = map(self.alive_at, range(len(self.run.launches)))
         return max(stages, key=lambda stage: sum(allocation.nbytes for allocation in stage), default=[])
 
     def contents(self, allocation: Allocation) -> str:
-        """What it holds."""
+        """Returns a description of an allocation's contents."""
         for name, kept in self.kept.items():
             if allocation_of(kept) is allocation:
                 return name
@@ -172,7 +172,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The passes of a layer: forward, and backward unless it is inference. x_bytes: of x, which backward needs."""
+    """The passes of a layer: forward, and backward except in inference. x_bytes: bytes of x, which backward needs."""
 
     passes: tuple[Pass, ...]
     x_bytes: int
@@ -183,7 +183,7 @@ class DryRun:
 
     @property
     def saved_bytes(self) -> int:
-        """What is held from forward to backward, x included; 0 of inference."""
+        """Returns the bytes held from forward to backward, x included; 0 for inference."""
         if len(self.passes) == 1:
             return 0
         forward = self.passes[0]
@@ -191,22 +191,22 @@ class DryRun:
 
     @property
     def forward_peak_bytes(self) -> int:
-        """The most that forward has at one time beyond the output and what it saves."""
+        """Returns the most bytes that forward has at one time beyond the output and what it saves."""
         forward = self.passes[0]
         return forward.peak_bytes - forward.kept_bytes
 
     @property
     def backward_peak_bytes(self) -> int:
-        """The most that backward has at one time beyond what was saved, with the gradients that exist by then."""
+        """Returns the most bytes that backward has at one time beyond the saved ones, existing gradients included."""
         return self.passes[1].peak_bytes if len(self.passes) > 1 else 0
 
 
 def layer(
     s: LayerShape, save: str | None, limits: DeviceLimits = launch_config.H200, accumulate: bool = False
 ) -> DryRun:
-    """Forward, and backward unless `save` is None, of packed arrays, on a GPU with these limits.
+    """Records forward, and backward unless `save` is None, with packed arrays, on a GPU with these limits.
 
-    save: as of `moe_forward`. accumulate: the gradients of both weights are added to sums in float32. Gradients that
+    save: see `moe_forward`. accumulate: the gradients of both weights are added to sums in float32. Gradients that
     are added to a caller's buffers take no memory. Raises ValueError for more experts than the GPU's shared memory has
     room for.
     """

@@ -15,7 +15,7 @@ from moeblaze_cupy.tools.dry_run import DryRun, allocation_of
 from moeblaze_cupy.tools.memory import LayerShape, format_bytes
 
 FORWARD, BOTH = "forward", "forward and backward"
-DTYPES = ("bfloat16", "float16")  # whose products have the speed that is on record
+DTYPES = ("bfloat16", "float16")  # dtypes whose products have the speed on record
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Card:
-    """What records say of a GPU.
+    """The figures of a GPU in the records.
 
-    tokens: the fewest of a layer on record. ranges: by tier and pass, the least and the greatest time over the sum of
-    FLOP's and bytes' time. All are of calls back to back with save="minimal" in bf16 and random routing.
+    tokens: the fewest tokens of a layer on record. ranges: by tier and pass, the least and the greatest time over the
+    sum of FLOP's and bytes' time. All are of calls back to back with save="minimal" in bf16 and random routing.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Card:
     ranges: dict[tuple[str, str], tuple[float, float]]
 
     def seconds(self, work: Work) -> tuple[float, float]:
-        """Of the FLOP, and of the bytes."""
+        """Returns the seconds of the FLOP, and of the bytes."""
         return work.flops / self.tflops / 1e12, work.nbytes / self.gb_per_s / 1e9
 
 
@@ -71,7 +71,7 @@ CARDS = {
 
 
 def work(s: LayerShape, run: DryRun) -> dict[str, Work]:
-    """Of each pass, with the experts that can have slots. run: the layer's dry run."""
+    """Returns the work of each pass, with the experts that can have slots. run: the layer's dry run."""
     forward, *has_backward = run.passes
     first_flops, flops = 2 * s.R * s.d * s.g * s.h, 2 * s.R * s.d * (s.g + 1) * s.h
     hidden, sums = s.R * s.h * s.b, s.R * s.d * s.b if s.k > 1 else 0
@@ -90,9 +90,9 @@ def work(s: LayerShape, run: DryRun) -> dict[str, Work]:
 
 
 def times(s: LayerShape, run: DryRun, card: Card, tier: str, save: str | None) -> dict[str, Any]:
-    """By pass, the bound in seconds, and the range to expect, which is None where no layer like this is on record.
+    """Returns by pass the bound in seconds and the range to expect, None if no layer like this is on record.
 
-    {} for products of another speed than those on record.
+    It returns {} for products of another speed than those on record.
     """
     of_passes = work(s, run)
     if s.dtype not in DTYPES or s.precision is not None:
@@ -108,13 +108,13 @@ def times(s: LayerShape, run: DryRun, card: Card, tier: str, save: str | None) -
 
 
 def facts(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: str | None) -> dict[str, Any]:
-    """For JSON. cards: names in CARDS."""
+    """Returns the expected times for JSON. cards: names in CARDS."""
     of_cards = {key: times(s, run, CARDS[key], tier, save) for key in cards}
     return {"work": {name: asdict(of_pass) for name, of_pass in work(s, run).items()}, "time": of_cards}
 
 
 def report(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: str | None) -> list[str]:
-    """Lines of text. cards: names in CARDS."""
+    """Returns lines of text. cards: names in CARDS."""
     lines = ["Work:"]
     for name, of_pass in work(s, run).items():
         lines.append(f"  {name:<22}{of_pass.flops / 1e12:>10,.3f} TFLOP{format_bytes(of_pass.nbytes):>12} of traffic")

@@ -1,4 +1,4 @@
-"""`explain`: which kernels a layer launches on a GPU, with what geometry and memory, and why. It needs no GPU."""
+"""`explain`: it says which kernels a layer launches on a GPU, their geometry and memory, and why. It needs no GPU."""
 
 import dataclasses
 from argparse import Namespace
@@ -23,7 +23,7 @@ GPUS = {
     "b200": DeviceLimits(100, 148, 232448, 233472),
 }
 
-LISTED = 3  # of the numbers of launches that are alike
+LISTED = 3  # greatest count of launch numbers listed for launches that are alike
 
 
 def run(args: Namespace) -> int:
@@ -32,7 +32,7 @@ def run(args: Namespace) -> int:
     save = save_policy(args)
     try:
         run = dry_run.layer(s, save, limits, args.accumulate)
-    except ValueError as error:  # what this GPU's dispatch cannot take
+    except ValueError as error:  # this GPU's dispatch cannot take the layer
         raise CommandError(one_line(error)) from error
     if args.json:
         print_json(facts(s, save, name, limits, run))
@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
 
 
 def _gpu(preset: str | None, tier: str | None) -> tuple[str, DeviceLimits]:
-    """Name and limits of the preset, else of the current GPU, else of an H200. tier: one to force."""
+    """Returns name and limits of the preset, else of the current GPU, else of an H200. tier: one to force."""
     if preset is not None:
         name, limits = preset, GPUS[preset]
     else:
@@ -73,12 +73,12 @@ def _name_here(device: int) -> str:
 
 
 def _cards(gpu: str) -> list[str]:
-    """The names in `expected.CARDS` that a GPU's name holds."""
+    """Returns the names in `expected.CARDS` that a GPU's name holds."""
     return [key for key in expected.CARDS if key in gpu.lower()]
 
 
 def facts(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run: DryRun) -> dict[str, Any]:
-    """What `report` says, for JSON. A buffer is alive during the launches made .. freed - 1, which count from 0."""
+    """Returns the content of `report` for JSON. A buffer is alive during launches made .. freed - 1, counted from 0."""
     return {
         "layer": as_json(s) | {"save": save},
         "gpu": {"name": gpu, **dataclasses.asdict(limits)},
@@ -120,7 +120,7 @@ def facts(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run: 
 
 
 def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run: DryRun) -> list[str]:
-    """Lines of text."""
+    """Returns lines of text."""
     capability = f"{limits.compute_capability // 10}.{limits.compute_capability % 10}"
     lines = [
         f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}, "
@@ -136,7 +136,7 @@ def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run:
 
 
 def _steps(of_pass: Pass) -> list[str]:
-    """Allocations and launches in their order. Launches that are alike are described once."""
+    """Returns allocations and launches in their order. Launches that are alike are described once."""
     texts = [launch.lines for launch in of_pass.run.launches]
     alike: dict[tuple[str, ...], list[int]] = {}
     for number, text in enumerate(texts, start=1):
@@ -156,7 +156,7 @@ def _steps(of_pass: Pass) -> list[str]:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """1 -> "1"; many: the first, the last, and how many there are."""
+    """Returns "1" for 1; for many numbers the first, the last, and how many there are."""
     if len(numbers) <= LISTED:
         return ", ".join(map(str, numbers))
     return f"{numbers[0]}, {numbers[1]} .. {numbers[-1]} ({len(numbers)} launches)"

@@ -1,4 +1,4 @@
-"""`info`: what this machine runs on, then one fact per line.
+"""`info`: it prints what this machine runs on, then one fact per line.
 
 Every probe is guarded, so a broken installation still gets its report and exit code 0. CuPy is imported inside the
 probes only: importing it may be what is broken.
@@ -21,7 +21,7 @@ from moeblaze_cupy.tools.memory import format_bytes
 WIDTH = 22
 KERNELS = {"sm80": "the portable kernels", "sm90": "the Hopper kernels"}
 EXTRA = '"moeblaze-cupy[{}]"'
-# What `pip install` is given for a distribution that this package can do without.
+# Arguments of `pip install` for optional distributions.
 INSTALLS = {"torch": EXTRA.format("torch"), "triton": "triton", "transformers": EXTRA.format("transformers")}
 
 
@@ -79,7 +79,7 @@ def _facts() -> list[tuple[str, Callable[[], str]]]:
 
 
 def _verdict() -> str:
-    """The kernels of each GPU, or why NumPy has to do."""
+    """Returns the kernels of each GPU, or the reason for NumPy in their place."""
     uses: dict[str, list[str]] = {}
     refused = []
     for device in range(_count()):
@@ -106,7 +106,7 @@ def _why_no_gpu() -> str:
 
 
 def _count() -> int:
-    """Of GPUs that CuPy can use."""
+    """Returns the number of GPUs that CuPy can use."""
     try:
         return int(_cupy().cuda.runtime.getDeviceCount())
     except Exception:
@@ -141,7 +141,7 @@ def _cupy_version() -> str:
 
 
 def _version(distribution: str) -> str:
-    """Without importing it, which may take seconds."""
+    """Returns a package's version without importing it, which may take seconds."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -155,12 +155,12 @@ def _own_version() -> str:
 
 
 def _cuda_version(number: int) -> str:
-    """13000 -> "13.0"."""
+    """Returns "13.0" for 13000."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _driver() -> int:
-    """The newest CUDA version the driver supports, 13000 for 13.0, asked of the driver itself: CuPy may be absent."""
+    """Returns the driver's newest CUDA version, 13000 for 13.0. It asks the driver itself, as CuPy may be absent."""
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     version = ctypes.c_int(0)
     error = driver.cuDriverGetVersion(ctypes.byref(version))
@@ -175,7 +175,7 @@ def _properties(device: int) -> dict[str, Any]:
 
 
 def _capability(device: int) -> int:
-    """90 for compute capability 9.0."""
+    """Returns 90 for compute capability 9.0."""
     properties = _properties(device)
     return 10 * int(properties["major"]) + int(properties["minor"])
 

@@ -23,19 +23,19 @@ class LayerShape:
     k: int
     activation: str = "swiglu"
     dtype: str = "bfloat16"
-    ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
-    weights_dtype: str = "float32"  # of the router weights
-    transposed: bool = False  # the memory order of the experts' weights, of both
-    bias: str | None = None  # the dtype of b1 and b2, if the layer has them; of b2 alone with weights on the input
+    ids_are_int64: bool = False  # if True, dispatch keeps an int32 copy of the ids
+    weights_dtype: str = "float32"  # dtype of the router weights
+    transposed: bool = False  # memory order of both experts' weights
+    bias: str | None = None  # the dtype of b1 and b2, if the layer has them; with weights on the input b2's alone
     gate_up: str = "halves"  # "interleaved": the order of w1's columns
-    ragged: bool = False  # the L*k slots are pairs, of tokens with any number of them
-    options: LayerOptions = PLAIN  # what slots do; the fields beside it say the rest
-    max_slots: int | None = None  # of slots that have a row; None: all L*k
-    precision: str | None = None  # "fp8": products in e4m3, of weights that were quantised before
-    lora_rank: int | None = None  # of float32 factors beside both weights, which are frozen then
+    ragged: bool = False  # the L*k slots are pairs; tokens have any number of them
+    options: LayerOptions = PLAIN  # options of slots; the other fields hold the rest
+    max_slots: int | None = None  # the most slots that have a row; None: all L*k
+    precision: str | None = None  # "fp8": products in e4m3 with weights that were quantised before
+    lora_rank: int | None = None  # rank of float32 factors beside both weights, which are frozen then
 
     def of_layer(self, save: str | None) -> LayerOptions:
-        """The options of the layer's calls."""
+        """Returns the options of the layer's calls."""
         return self.options._replace(
             activation=self.activation,
             save=save,
@@ -50,7 +50,7 @@ class LayerShape:
 
     @property
     def R(self) -> int:
-        """Rows in expert order."""
+        """Returns the rows in expert order."""
         return self.slots if self.max_slots is None else self.max_slots
 
     @property
@@ -59,7 +59,7 @@ class LayerShape:
 
     @property
     def b(self) -> int:
-        """Bytes per element."""
+        """Returns the bytes per element."""
         return ITEMSIZE[self.dtype]
 
     @property
@@ -91,7 +91,7 @@ class RoutedLayer:
 
     @cached_property
     def at_peak(self) -> tuple[Term, ...]:
-        """The largest stage of backward."""
+        """Returns the largest stage of backward."""
         return max(self.backward, key=total)
 
     @cached_property
@@ -104,7 +104,7 @@ def total(terms: tuple[Term, ...]) -> int:
 
 
 def routed_layer(s: LayerShape) -> RoutedLayer:
-    """A layer with routed buffers and nothing recomputed: what the paper calls conventional (sections 2.1, 2.2, 5.2).
+    """Returns a layer with routed buffers and nothing recomputed, conventional in the paper (sections 2.1, 2.2, 5.2).
 
     saved: the routed copy of the tokens, every intermediate of the experts, the expert outputs, which the gradient of
     the router weights needs, and the paper's index lists in int32 (section 4.1) beside the caller's int32 ids.
@@ -138,7 +138,7 @@ def routed_layer(s: LayerShape) -> RoutedLayer:
 
 
 def gradients(s: LayerShape) -> tuple[Term, ...]:
-    """Returns what backward returns, the same for every layer. With factors it leaves out the frozen weights."""
+    """Returns the gradients that backward returns. With factors those of the frozen weights are left out."""
     weights = (("weights", ITEMSIZE[s.weights_dtype] * s.slots),) if s.has_weights else ()
     sizes = [("x", s.L * s.d * s.b), *weights]
     if s.lora_rank is not None:
@@ -153,7 +153,7 @@ def gradients(s: LayerShape) -> tuple[Term, ...]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """With a binary unit: 1536 -> "1.5 KiB"."""
+    """Returns bytes with a binary unit: 1536 -> "1.5 KiB"."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

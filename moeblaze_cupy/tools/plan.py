@@ -1,4 +1,4 @@
-"""`plan`: the memory a layer will use, per save policy, beside a layer with routed buffers."""
+"""`plan`: it shows the memory a layer will use, per save policy, beside a layer with routed buffers."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from moeblaze_cupy.tools.dry_run import Allocation, DryRun, Pass, allocation_of
 from moeblaze_cupy.tools.memory import Term, format_bytes
 from moeblaze_cupy.tools.sizes import as_json, layer_shape, slot_options
 
-POLICIES = ("recompute", "fp8", "minimal", "paper", None)  # by what they save
+POLICIES = ("recompute", "fp8", "minimal", "paper", None)  # ordered by what they save
 ROUTED = "routed buffers"
 
 
@@ -42,7 +42,7 @@ class Column:
 
 
 def columns(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Column]:
-    """By their headings, those of `runs` and then the layer to compare with."""
+    """Returns columns by their headings: those of `runs`, then the layer to compare with."""
     x = Term("x", s.L * s.d * s.b)
     found = {}
     for name, run in runs.items():
@@ -67,12 +67,12 @@ def kernels(runs: dict[str, DryRun]) -> str:
 
 
 def results(s: memory.LayerShape, runs: dict[str, DryRun]) -> tuple[Term, ...]:
-    """The output and the gradients."""
+    """Returns the output and the gradients."""
     return Term("out", allocation_of(runs["inference"].passes[0].kept["out"]).nbytes), *memory.gradients(s)
 
 
 def facts(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Any]:
-    """What `report` says, for JSON."""
+    """Returns the content of `report` for JSON."""
     return {
         "layer": as_json(s),
         "kernels": kernels(runs),
@@ -83,7 +83,7 @@ def facts(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Any]:
 
 
 def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
-    """Lines of text; `runs` by column heading."""
+    """Returns lines of text. runs: the dry runs by column heading."""
     lines = [
         f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}"
         f"{slot_options(s)}",
@@ -128,13 +128,13 @@ def _saved(forward: Pass) -> list[Allocation]:
 
 
 def _terms(of_pass: Pass, allocations: list[Allocation]) -> tuple[Term, ...]:
-    """But for the output."""
+    """Returns the terms except the output."""
     named = ((of_pass.contents(a), a.nbytes) for a in allocations)
     return tuple(Term(name, nbytes) for name, nbytes in named if name != "out")
 
 
 def _listed(columns: dict[str, tuple[Term, ...]]) -> list[str]:
-    """A line for each buffer, with the columns that have it."""
+    """Returns a line for each buffer, with the columns that have it."""
     users: dict[Term, list[str]] = {}
     for name, terms in columns.items():
         for term in terms:

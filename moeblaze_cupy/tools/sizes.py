@@ -11,7 +11,7 @@ from moeblaze_cupy.types import LayerOptions
 
 
 def layer_shape(args: Namespace, tier: str) -> LayerShape:
-    """Raises CommandError for sizes that the layer refuses. tier: of the kernels."""
+    """Returns the layer's shape. Raises CommandError for sizes that the layer refuses. tier: the kernels' tier."""
     if args.unreduced and args.identity_experts:
         raise CommandError(f"--identity-experts: expected 0 with --unreduced, got {args.identity_experts}")
     s = LayerShape(
@@ -56,7 +56,7 @@ def save_policy(args: Namespace) -> str | None:
 
 
 def slot_options(s: LayerShape) -> str:
-    """What is not as in the plain layer, each after a comma."""
+    """Returns the differences from the plain layer, each after a comma."""
     found = ["L*k pairs"] if s.ragged else []
     found += [f"precision={s.precision!r}"] if s.precision else []
     found += [f"low-rank factors of rank {s.lora_rank}"] if s.lora_rank else []
@@ -66,7 +66,7 @@ def slot_options(s: LayerShape) -> str:
 
 
 def as_json(s: LayerShape) -> dict[str, Any]:
-    """The layer by the names of the command's options."""
+    """Returns the layer by the names of the command's options."""
     return {
         "tokens": s.L,
         "d_model": s.d,

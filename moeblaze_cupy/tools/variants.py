@@ -35,10 +35,10 @@ def variants(
     formats: Sequence[str] = (),
     lora: bool = False,
 ) -> list[Variant]:
-    """Every module that callers with these dtypes, weight memory orders and activations can need, of any sizes.
+    """Returns every module that callers with these dtypes, memory orders and activations can need, for any sizes.
 
-    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
-    multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
+    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. With sizes that are not
+    multiples of 8 (`aligned` False) whole panels of 256 columns may also take kernels for aligned sizes.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
     layers without, or several of these. weights_on: "output", "input" or both.
     fp8: also the products of precision="fp8", which bfloat16 layers with gate_up="halves" have on Hopper.
@@ -58,7 +58,7 @@ def variants(
         either, on_input = (False, True), [place == "input" for place in weights_on]
         takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and gate_up == "halves" and entry in EPILOGUES
         plain_and_e4m3, plain_and_saved = either[: 1 + (fp8 and takes_fp8)], either[: 1 + fp8_saved]
-        plain_and_lora: tuple[str | None, ...] = (None,)  # where the factor is
+        plain_and_lora: tuple[str | None, ...] = (None,)  # place of the factor
         if lora and entry in EPILOGUES:
             in_spare = config.tier == "sm90" and entry != "down_bwd"
             plain_and_lora = (None, "stages", "spare") if in_spare else (None, "stages")
@@ -128,7 +128,7 @@ def variants(
 
 
 def _lora_variants(dtypes: Sequence[str], aligned: Sequence[bool]) -> list[Variant]:
-    """Of the kernels of low-rank factors."""
+    """Returns the variants of the kernels of low-rank factors."""
     found = []
     for dtype in dtypes:
         for given in dict.fromkeys(("float32", dtype)):
