@@ -55,7 +55,7 @@ __device__ __forceinline__ Activated clamp(float x, float limit) {
 template <int KIND>
 __device__ __forceinline__ Activated gate_of(float a, ActivationConstants constants) {
     if (KIND == SILU) return silu(a);
-    if (KIND == GELU) {  // without approximation: a times the normal distribution function
+    if (KIND == GELU) {  // no approximation: a times the normal distribution function
         const float cdf = 0.5f * (1.f + erff(a * 0.70710678f));
         return {a * cdf, cdf + a * 0.39894228f * expf(-0.5f * a * a)};
     }

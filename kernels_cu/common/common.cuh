@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_vector4(float* p, const float (&v)[4]) {
     store_global_16(p, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
 }
 
-// As store_row8, of four elements. With ALIGNED_ROWS all four exist or none.
+// Does what store_row8 does, for four elements. If ALIGNED_ROWS is set, all four exist or none.
 template <bool ALIGNED_ROWS, class T>
 __device__ __forceinline__ void store_row4(T* p, const float (&v)[4], int64 valid) {
     if (ALIGNED_ROWS) {
@@ -177,5 +177,5 @@ __device__ __forceinline__ unsigned sort_key_of_canonical(float v) {
 }
 __device__ __forceinline__ unsigned sort_key(float v) { return sort_key_of_canonical(canonical(v)); }
 __device__ __forceinline__ float from_sort_key(unsigned key) {
-    return __uint_as_float(key ^ (~static_cast<unsigned>(static_cast<int>(key) >> 31) | 0x80000000u));  // of NaN's a NaN
+    return __uint_as_float(key ^ (~static_cast<unsigned>(static_cast<int>(key) >> 31) | 0x80000000u));  // NaN's key gives a NaN
 }

@@ -212,8 +212,8 @@ __device__ __forceinline__ uint2 load_once_8(const void* p) {
     return v;
 }
 
-// Four bytes of the eight in low and high, each chosen by a nibble of `chosen`. Where the nibble's first bit is set, each bit of
-// the byte becomes a copy of the first one. __byte_perm ignores that bit.
+// Returns four bytes of the eight in low and high, each chosen by a nibble of `chosen`. If the nibble's first bit is set, each
+// bit of the byte becomes a copy of the first one. __byte_perm ignores that bit.
 __device__ __forceinline__ unsigned permute_bytes(unsigned low, unsigned high, unsigned chosen) {
     unsigned r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(chosen));

@@ -34,7 +34,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned par
     return done != 0;
 }
 
-// As above, but it returns at once.
+// Tests like mbarrier_try_wait, but returns at once.
 __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
     unsigned done;
     asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void tma_load_3d(unsigned dst, const TensorMap* map, 
         : "memory");
 }
 
-// As above to the same address in each CTA of the mask. The bytes complete on the barrier at the same address of each.
+// Loads like tma_load_3d, to the same address in each CTA of the mask. The bytes complete on each CTA's barrier at that address.
 __device__ __forceinline__ void tma_load_multicast_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2,
                                                       unsigned barrier, unsigned short cta_mask) {
     asm volatile(
@@ -128,13 +128,13 @@ __device__ __forceinline__ void store_global_vector(void* p, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
-// Under a predicate, without a branch, which would keep instructions before and after it from overlapping.
+// Stores under a predicate, without a branch, which would keep instructions before and after it from overlapping.
 __device__ __forceinline__ void store_global_8_if(bool condition, void* p, uint2 v) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v2.u32 [%1], {%2, %3};\n}\n" ::"r"(int(condition)),
                  "l"(p), "r"(v.x), "r"(v.y));
 }
 
-// In each half the larger magnitude, with the product of both signs. Of a number and a NaN it is the number's.
+// Returns in each half the larger magnitude, with the product of both signs; for a number and a NaN the number's.
 __device__ __forceinline__ unsigned max_xorsign_abs_bf16x2(unsigned a, unsigned b) {
     unsigned r;
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -245,7 +245,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b
         : FRAGMENTS_32
         : "l"(a), "l"(b), "r"(accumulate));
 }
-// Of 128 columns.
+// The same for 128 columns.
 __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uint64 b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"

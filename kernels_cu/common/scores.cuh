@@ -5,7 +5,7 @@
 enum Score { NO_SCORE = -1, SOFTMAX, SIGMOID, SQRT_SOFTPLUS, IDENTITY, RELU };
 
 __device__ __forceinline__ float sigmoid(float x) {
-    const float small = expf(-fabsf(x));  // at most 1, and precise for scores near 0
+    const float small = expf(-fabsf(x));  // it is at most 1, and precise for scores near 0
     return (x < 0.f ? small : 1.f) * reciprocal(1.f + small);
 }
 __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
@@ -34,7 +34,8 @@ __device__ __forceinline__ float log_slope(float x) {
     return x < -40.f ? 0.5f : sigmoid(x) / (2.f * softplus(x));
 }
 
-// The score of a logit, of a kind that is known when the kernel runs. log_sum: of exp(logits), for SOFTMAX.
+// Returns the score of a logit, of a kind that is known when the kernel runs. log_sum: the log of the sum of exp(logits), for
+// SOFTMAX.
 __device__ __forceinline__ float score_of(float x, int score, float log_sum) {
     if (score == SOFTMAX) return expf(x - log_sum);
     if (score == SIGMOID) return reciprocal(1.f + expf(-x));

@@ -1,8 +1,8 @@
 // Rows and weights as e4m3 with fp32 scales (fp8.cuh), for products that multiply e4m3.
 //
 // quantize_rows: a scale for each row. A row has threads_per_row threads. A block has THREADS threads, or threads_per_row if
-// these are more. A thread keeps up to ROW_VECTORS * 8 elements of its row in registers. What a longer row has beyond that is
-// read twice.
+// these are more. A thread keeps up to ROW_VECTORS * 8 elements of its row in registers. The rest of a longer
+// row is read twice.
 //
 // dequantize_rows: the inverse, by the same geometry, of rows whose e4m3 came from other GPUs. Products that multiply e4m3 read
 // them as they are. Weight gradients multiply bf16.
@@ -144,7 +144,7 @@ struct WeightTile {
     __device__ __forceinline__ explicit WeightTile(const QuantizeWeightsParams<T>& p)
         : expert(blockIdx.y / p.halves), half(blockIdx.y % p.halves), outer(blockIdx.x / ((p.inner + TILE - 1) / TILE) * TILE),
           inner(blockIdx.x % ((p.inner + TILE - 1) / TILE) * TILE) {}
-    // Where a thread's i-th block begins in the tile.
+    // Returns the place where a thread's i-th block begins in the tile.
     static __device__ __forceinline__ int line(int i) { return (i * THREADS + threadIdx.x) / 16 * BLOCK_LINES; }
     static __device__ __forceinline__ int column() { return threadIdx.x % 16 * 8; }
 

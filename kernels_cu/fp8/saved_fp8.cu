@@ -21,7 +21,7 @@ struct SavedFp8Params {
     int interleaved;                  // not 0: the columns of gate and up alternate
 };
 
-constexpr int LANE_VALUES = GROUP_COLUMNS / 32;  // of a group
+constexpr int LANE_VALUES = GROUP_COLUMNS / 32;  // a lane's values of a group
 
 // Calls use(first, step, valid, scale) for each group of the warp. The lane's elements of the group are at first + j * step,
 // for j below valid and LANE_VALUES. scale: the address of the group's scale.

@@ -24,12 +24,12 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
             if (is_present(j)) largest = fmaxf(largest, logit_of(j));
         largest = max_of_lanes(largest);
     }
-    float value = 0.f;  // of the lane's slot; in most cases a lane has one
+    float value = 0.f;  // the value of the lane's slot; in most cases a lane has one
     const auto value_of = [&](int j) {
         return SCORE == SOFTMAX && RENORMALIZE ? expf(logit_of(j) - largest) : score_in_row(logit_of(j), lse);
     };
     float total = 0.f;
-    if (RENORMALIZE) {  // in the order of slots, so that the sum's bits do not depend on LANES
+    if (RENORMALIZE) {  // added in the order of slots, so that the sum's bits do not depend on LANES
         for (int base = 0; base < longest; base += LANES) {
             const int j = base + lane;
             value = is_present(j) ? value_of(j) : 0.f;

@@ -11,7 +11,7 @@
 #include "router_token.cuh"
 
 constexpr int CHUNK = next_power_of_two(LANE_K);
-constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // into which a lane divides its values; each has a maximum
+constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // parts into which a lane divides its values; each has a maximum
 static_assert(LANE_K <= PARTS * LANES && PARTS <= (LANES > 1 ? VALUES : PARTS), "their maxima bound the last chosen key");
 
 [[maybe_unused]] constexpr bool WEIGHS_BY_ROW = SCORE == SOFTMAX && !RENORMALIZE;
@@ -20,7 +20,7 @@ struct ListedRow {
     static constexpr int MOST = 24;
     Entry entries[MOST];
     int number, token;   // token: -1 if the place has none
-    float largest, sum;  // of LogSumExp, if WEIGHS_BY_ROW
+    float largest, sum;  // fields of LogSumExp, if WEIGHS_BY_ROW
 };
 static_assert(sizeof(ListedRow) % 32 == 16, "lanes load 16 bytes of their rows without conflicts");
 static_assert(sizeof(ListedRow) == LISTED_ROW_BYTES, "launch_config.py");
@@ -33,7 +33,7 @@ __device__ __forceinline__ void put_larger_first(unsigned& a, unsigned& b) {
 __device__ __forceinline__ void put_larger_first(Entry& a, Entry& b) { sort_two(a, b); }
 
 __device__ __forceinline__ void take_larger(unsigned& a, unsigned b) { a = max(a, b); }
-// With LANES = 1 the columns of b are higher than those of a. So a ranks first if the keys are equal.
+// The columns of b are higher than those of a if LANES = 1. So a ranks first if the keys are equal.
 __device__ __forceinline__ void take_larger(Entry& a, Entry b) {
     if (LANES == 1 ? key_of(b) > key_of(a) : b > a) a = b;
 }
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_slots(T* to, const unsigned (&words)[LANE_
 }
 
 // Stores a token's ids and weights, from the first LANE_K entries. The weights equal those of `weigh` in router_forward.cu.
-// lse: of the token's row, only read if WEIGHS_BY_ROW.
+// lse: that of the token's row, only read if WEIGHS_BY_ROW.
 __device__ __forceinline__ void store_token(const RouterForwardParams& p, int token, const Entry (&best)[CHUNK],
                                             const LogSumExp& lse) {
     const float scale = __int_as_float(p.scale);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
 }
 
 constexpr bool MORE_REGISTERS = (SUMS_LAST && __CUDA_ARCH__ != 900) || (SUMS && LANES == 32);  // others would spill
-constexpr int SHARED_ROW_THREADS = SUMS_LAST && !FULL ? 512 : MORE_REGISTERS ? 768 : 1024;     // of a multiprocessor
+constexpr int SHARED_ROW_THREADS = SUMS_LAST && !FULL ? 512 : MORE_REGISTERS ? 768 : 1024;     // threads of a multiprocessor
 constexpr int BLOCKS_PER_MULTIPROCESSOR = (VALUES <= 16 || LANES > 1 ? SHARED_ROW_THREADS : 512) / THREADS;
 
 #if LANES == 1
@@ -155,8 +155,9 @@ struct RowKeys {
     unsigned bound, largest;
 };
 
-// From sorted lists, one in each lane of the token, the K-th largest and the largest of the keys of all lanes that differ in the
-// bits of their number from STEP on. Lanes that differ in lower bits have merged their lists already, or are of no concern.
+// Returns, from sorted lists, one in each lane of the token, the K-th largest and the largest of the keys of all lanes that
+// differ in the bits of their number from STEP on. Lanes that differ in lower bits have merged their lists already, or do not
+// matter.
 template <int K, int STEP, int N>
 __device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
     unsigned others[N];
@@ -218,7 +219,7 @@ __device__ __forceinline__ unsigned bound_of_kept(const unsigned (&keys)[VALUES]
     return min(bound, __shfl_xor_sync(WARP, bound, 1));
 }
 
-constexpr int LISTED_BUFFERS = SUMS || GROUP_TOP ? 2 : 1;  // with one, a block has 32 tokens
+constexpr int LISTED_BUFFERS = SUMS || GROUP_TOP ? 2 : 1;  // a block has 32 tokens if it has one buffer
 static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
 
 // All lanes of a warp find the LANE_K largest entries of one row, in order. Needed if more keys reach the bound than a

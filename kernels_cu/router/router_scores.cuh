@@ -49,7 +49,7 @@ __device__ __forceinline__ float element_of(const unsigned (&words)[4], int i, H
     return to_float(half);
 }
 
-// Whether a column is an expert's. With FULL each lane has columns of experts only, and the comparison is compiled out.
+// Returns whether a column is an expert's. If FULL, lanes have columns of experts only, and the comparison is compiled out.
 __device__ __forceinline__ bool is_expert(int column, int E) { return FULL || column < E; }
 
 // Loads this lane's values of a row. Columns from E on become -infinity: no expert ranks behind them, and their probability is

@@ -1,5 +1,5 @@
 // The k largest of a token's keys, in order (part of paper section 2.1). The LANES lanes that hold the token have the keys in
-// their registers. Of equal keys the one in the lower column ranks first.
+// their registers. If keys are equal, the one in the lower column ranks first.
 //
 // A single lane picks the largest key k times. Several lanes find the k-th largest of their maxima. At least k keys of the
 // token reach it, and in most cases few do. They are listed in shared memory as entries, and an entry's rank is the number of
@@ -105,7 +105,7 @@ struct Marks {
     }
 };
 
-// Where this lane's entries begin in the list of the token, and how many entries all its lanes have. mine: this lane's entries.
+// The place where this lane's entries begin in the token's list, and the number of entries of all its lanes. mine: this lane's.
 struct Share {
     int begin, total;
 };
@@ -120,7 +120,7 @@ __device__ __forceinline__ Share share_of(int mine) {
 }
 
 // Writes the entries of the marked keys one after the other, from entry `begin` of the list at shared address `listed` on.
-// first_column: of this lane. The address goes through a shuffle so that the compiler keeps it in a register. It would compute
+// first_column: this lane's. The address goes through a shuffle so that the compiler keeps it in a register. It would compute
 // an address in dynamic_shared again for each key.
 __device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned listed, int begin, int first_column,
                                      const Marks& marks) {
@@ -179,12 +179,12 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
     }
 }
 
-// With GROUP_LANES > 0, so many lanes hold a group, each lane one vector of it.
+// If GROUP_LANES > 0, so many lanes hold a group, each lane one vector of it.
 constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 constexpr int GROUPS_HELD = next_power_of_two(VECTORS);  // groups that a lane has vectors of, and some that do not exist
 constexpr int GROUP_APART = GROUP_LANES / GROUPS_HELD;   // see kept_vectors: lanes that end up with the same group
 
-// A bit for each of the lane's vectors, GROUP_APART bits apart: whether it is in one of the `kept` best groups. A group ranks as
+// Returns a bit for each of the lane's vectors, GROUP_APART bits apart: it is set if the vector is in one of the `kept` best groups. A group ranks as
 // in keep_groups below.
 //
 // A lane has parts of as many groups as it has vectors. In each step a lane gives half of its groups to another lane and gets
@@ -242,7 +242,7 @@ __device__ __forceinline__ bool is_column_kept(unsigned kept, int column) {
 }
 
 // Sets the keys of all experts outside of the `kept` best groups to 0, which is below the key of -infinity. A group ranks by
-// the sum of its `top` largest values of ranked_by. Of equal groups the lower one ranks first. rows: shared memory for a word
+// the sum of its `top` largest values of ranked_by. If groups are equal, the lower one ranks first. rows: shared memory for a word
 // per column, then two words per group. size: experts per group. reciprocal_of_size: 2^32 / size rounded up, 0 for size 1. TOP:
 // 1, 2, or above for any top.
 template <int TOP>

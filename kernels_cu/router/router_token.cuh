@@ -1,4 +1,4 @@
-// What router_forward.cu and router_lane.cu share (paper section 2.1): the parameters, the scores and keys of a token's experts,
+// Shared parts of router_forward.cu and router_lane.cu (paper section 2.1): the parameters, the scores and keys of a token's experts,
 // and the sums of balancing losses.
 //
 // All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES places: it
@@ -34,7 +34,7 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-// With LANE_K > 0 and experts that rank by their logits, the sums come after the listing: the lane computes the logits again from
+// If LANE_K > 0 and experts rank by their logits, the sums come after the listing: the lane computes the logits again from
 // the keys, because its registers have room for one of both only.
 constexpr bool SUMS_LAST = SUMS && LANE_K > 0 && LANES > 1 && BIAS == 0;
 constexpr bool HOLDS_SHARES = SHARES != NO_SCORE && VALUES <= 32 && LANE_K == 0;  // a lane holds its shares in registers
@@ -50,7 +50,7 @@ __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
 __device__ __forceinline__ float share_of_total(float value, float total) {
     return SCORE == IDENTITY || SCORE == RELU ? value / total : value * reciprocal(total);
 }
-// What experts rank by. score: the score of this logit if SCORE_SHARES, else unused.
+// Returns the score that experts rank by. score: the score of this logit if SCORE_SHARES, else unused.
 __device__ __forceinline__ float ranked_score(float x, float score, const LogSumExp& lse) {
     if (SCORE == SOFTMAX) return lse.quick_probability(x);
     return SCORE_SHARES && SHARES == SCORE ? score : quick_score_of<SCORE>(x);

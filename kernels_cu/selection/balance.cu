@@ -30,7 +30,7 @@ struct TokensPerExpertParams {
 // A token's line, and what its scores need. A token without a line is not counted.
 struct __align__(8) Line {
     float line;     // the largest biased score that is not chosen; NaN: none
-    float log_sum;  // of exp(logits), for SOFTMAX
+    float log_sum;  // log of the sum of exp(logits), for SOFTMAX
 };
 
 template <class T, class Id>
@@ -62,13 +62,13 @@ __device__ __forceinline__ void count_tokens(const TokensPerExpertParams<Id>& p)
     for (int e = threadIdx.x; e < p.num_experts; e += COUNT_THREADS) counts[e] = 0;
     __syncthreads();
     const bool apart = p.k > 1 && p.row_stride != p.k;  // rows do not follow each other
-    const int64 step = p.k > 1 ? 1 : p.row_stride;      // from slot to slot
+    const int64 step = p.k > 1 ? 1 : p.row_stride;      // distance from slot to slot
     for (int64 slot = tokens.begin * p.k + threadIdx.x; slot < tokens.end * p.k; slot += COUNT_THREADS) {
         const Id id = p.ids[apart ? slot / p.k * p.row_stride + slot % p.k : slot * step];
         if (id >= 0 && id < p.num_experts) atomicAdd(counts + static_cast<int>(id), 1);
     }
     __syncthreads();
-    wait_for_last_launch();  // which clears the counts
+    wait_for_last_launch();  // the last launch clears the counts
     int* total = p.counts + static_cast<int64>(sequence) * p.num_experts;
     for (int e = threadIdx.x; e < p.num_experts; e += COUNT_THREADS)
         if (counts[e]) atomicAdd(total + e, counts[e]);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) 
     if (token >= p.L) return;
     const T* logits = p.logits + token * p.num_experts;
     const Id* ids = p.ids + token * p.k;
-    const Id own = lane < p.k ? ids[lane] : static_cast<Id>(-1);  // of slot `lane`, loaded together with the logits
+    const Id own = lane < p.k ? ids[lane] : static_cast<Id>(-1);  // the id of slot `lane`, loaded together with the logits
     float log_sum = 0.f;
     if (p.score == SOFTMAX) {
         float largest = __uint_as_float(0xff800000u), sum = 0.f;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void count_lines(const QuantileCountsParams<T>& p) {
     const int size = p.columns * p.bins;
     for (int i = threadIdx.x; i < size; i += COUNT_THREADS) counts[i] = 0;
     __syncthreads();
-    wait_for_last_launch();  // of quantile_lines
+    wait_for_last_launch();  // the launch of quantile_lines
     const float low = p.bounds[0], scale = static_cast<float>(p.bins) / (p.bounds[1] - low);
     const int column = threadIdx.x & (p.columns - 1), rows = COUNT_THREADS / p.columns;
     const int expert = blockIdx.y * p.columns + column;

@@ -18,7 +18,7 @@ struct Search {
     int histogram[FINISH_BINS];
     int digit, here, left;  // the digit at which the selection ends, its candidates, and how many of these are taken
 };
-constexpr int MAX_LISTED = (FINISH_SHARED_BYTES - sizeof(Search)) / sizeof(Candidate);  // in shared memory
+constexpr int MAX_LISTED = (FINISH_SHARED_BYTES - sizeof(Search)) / sizeof(Candidate);  // candidates in shared memory
 
 // Copies a column's candidates to shared memory. There are at most MAX_LISTED.
 __device__ __forceinline__ void copy_candidates(Candidate* to, const Candidate* from, int number) {

@@ -228,7 +228,7 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
         }
     }
     __syncthreads();
-    wait_for_last_launch();  // which clears the histogram
+    wait_for_last_launch();  // the last launch clears the histogram
     int* histogram = p.histogram + (static_cast<int64>(slots.sequence) * p.num_experts << p.width);
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) {
         const unsigned both = counters[i];
@@ -244,7 +244,7 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
     const int E = p.num_experts, shift = 32 - p.width;
     const Digits digits = {p.width, p.order};
     unsigned* least = reinterpret_cast<unsigned*>(dynamic_shared);  // (E,): all slots from this digit on stay
-    int* first = reinterpret_cast<int*>(least + E);  // (E,): where the expert's part of the list begins; -1: no candidates
+    int* first = reinterpret_cast<int*>(least + E);  // (E,): start of the expert's part of the list; -1: no candidates
     int* numbers = first + E;                        // (E,): candidates in this round of the loop
     int* places = numbers + E;                       // (E,): where these go in the list
     const Slots<CapacityListParams<Id>> slots(p);
@@ -323,7 +323,7 @@ __device__ __forceinline__ void count_parts(const CapacityPartsParams<Id>& p) {
         if (id >= 0) atomicAdd(numbers + choice_of(slot, p.choices) * p.num_experts + id, 1);
     });
     __syncthreads();
-    wait_for_last_launch();  // which clears the totals
+    wait_for_last_launch();  // the last launch clears the totals
     int* counts = p.counts + static_cast<int64>(blockIdx.x) * size;
     int* totals = p.totals + static_cast<int64>(slots.sequence) * size;
     for (int i = threadIdx.x; i < size; i += SELECT_THREADS) {
@@ -361,14 +361,14 @@ __device__ __forceinline__ int last_choice(const int* totals, int choices, int64
     return 0;
 }
 
-// room[e]: of the slots of choice last[e] in this block, the first room[e] stay, or all if it is ALL.
+// room[e]: the first room[e] slots of choice last[e] in this block stay, or all if it is ALL.
 template <class Id>
 __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, E = p.num_experts;
     int* room = reinterpret_cast<int*>(dynamic_shared);
     int* last = room + E;     // (E,): see last_choice
     int* of_warp = last + E;  // (walkers, E): slots of choice last[e] in each warp's share, then in the shares before it
-    int& some = of_warp[p.walkers * E];  // whether an expert's room is neither 0 nor ALL
+    int& some = of_warp[p.walkers * E];  // true if an expert's room is neither 0 nor ALL
     const Slots<CapacityMarkParams<Id>> slots(p);
     const int64 of_part = static_cast<int64>(p.choices) * E;  // counts of one part
     if (threadIdx.x == 0) some = 0;

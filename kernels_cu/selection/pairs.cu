@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_write(const Pa
     for (int w = 0; w < WARPS; ++w) position += sums[w], all += sums[WARPS + w];
     const int64 listed = min(all, p.num_pairs);
     const Tokens words = words_of_block(p);
-    const int number = static_cast<int>(words.end - words.begin);  // of whole tokens
+    const int number = static_cast<int>(words.end - words.begin);  // words of whole tokens
     const unsigned* taken = p.taken + words.begin;
     int* token_offsets = p.token_offsets + (static_cast<int64>(blockIdx.x) << p.block_shift);
     for (int first = 0; first < number; first += PAIRS_THREADS) {

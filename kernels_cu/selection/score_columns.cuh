@@ -6,11 +6,11 @@ constexpr int WARPS = SELECT_THREADS / 32;
 constexpr int LOADS = 8;  // scores that a thread loads at once, while it works on as many
 static_assert(32 % LOADS == 0, "lanes that have a word of chosen pairs each");
 
-// What a thread works on: its block's sequence and part, and its lane's column.
+// The work of a thread: its block's sequence and part, and its lane's column.
 template <class Params>
 struct Place {
     int sequence, part, expert, word, num_words;
-    bool exists;  // whether the column is one of the E
+    bool exists;  // true if the column is one of the E
     Tokens all, tokens;
     __device__ __forceinline__ explicit Place(const Params& p)
         : sequence(blockIdx.x / p.parts), part(blockIdx.x % p.parts), expert(32 * blockIdx.y + (threadIdx.x & 31)),
@@ -25,7 +25,7 @@ __device__ __forceinline__ unsigned key_of(float v) { return sort_key(v); }
 __device__ __forceinline__ unsigned key_of(bf16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 __device__ __forceinline__ unsigned key_of(fp16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 
-// Which pairs of a lane's column take part in the selection: the chosen ones or the others. In a column past the last, none do.
+// The pairs of a lane's column that take part in the selection: the chosen ones or the others; none in a column past the last.
 struct Members {
     unsigned flip, mask;
     __device__ __forceinline__ Members(bool among_chosen, bool exists)
@@ -37,7 +37,7 @@ struct Members {
 // scores. Offsets between rows have 32 bits, so that an address takes one instruction.
 template <class T, bool CHOSEN>
 struct Rows {
-    const char *scores, *words;  // of the first token; words: of chosen pairs, a bit for each column
+    const char *scores, *words;  // addresses for the first token; words: chosen pairs, a bit for each column
     unsigned row_bytes, row_word_bytes;
     int begin, number;  // the share's first token, counted from tokens.begin, and its number of tokens
     template <class Params>
@@ -53,7 +53,7 @@ struct Rows {
     __device__ __forceinline__ T score(unsigned i) const {
         return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
     }
-    __device__ __forceinline__ int last() const { return (number - 1) / LOADS * LOADS; }  // where the last load begins
+    __device__ __forceinline__ int last() const { return (number - 1) / LOADS * LOADS; }  // start of the last load
     // The scores of LOADS tokens from `first` on. For tokens outside of the share it loads the share's first or last token.
     __device__ __forceinline__ void load_scores(T (&of_scores)[LOADS], int first) const {
 #pragma unroll

@@ -31,7 +31,7 @@
 #include "score_columns.cuh"
 
 static_assert(4 * MAX_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
-constexpr int SPLIT_TOKENS = 2048;   // after so many tokens a block of columns_split copies its candidates to the list
+constexpr int SPLIT_TOKENS = 2048;   // a block of columns_split copies its candidates to the list after so many tokens
 constexpr int BINS_AT_ONCE = 8;      // bins that a warp of columns_count adds to global memory together
 constexpr int FINISH_LOADS = 8;      // loads that a thread of columns_finish has in flight
 constexpr unsigned LOST = 1u << 31;  // this bit in a column's number of candidates: some of them are not in the list
@@ -115,12 +115,12 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     int4* fours = reinterpret_cast<int4*>(counters);
     for (int i = threadIdx.x; i < num_counters / 4; i += SELECT_THREADS) fours[i] = make_int4(0, 0, 0, 0);
     if (CHOSEN) {
-        wait_for_last_launch();  // of chosen_bits
+        wait_for_last_launch();  // the launch of chosen_bits
         if (rows.number > 0) rows.load_words(next_chosen, 0);
     }
     const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
-    // The counters are ordered by the leading bits of the float itself, which saves two instructions per score. Nobody reads what
-    // lanes past the last column count.
+    // The counters are ordered by the leading bits of the float itself, which saves two instructions per score. The counts
+    // of lanes past the last column are never read.
     const auto add = [&](T score, unsigned chosen) {
         const unsigned bits = __float_as_uint(canonical(to_float(score)));
         atomicAdd(counters + (bits >> shift) * 32 + lane, CHOSEN ? static_cast<int>(members.has(chosen)) : 1);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
         }
     }
     __syncthreads();
-    if (!CHOSEN) wait_for_last_launch();  // which clears the histogram
+    if (!CHOSEN) wait_for_last_launch();  // the last launch clears the histogram
     int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
     const int bins = 1 << p.width, positive = bins / 2;
     // Most counters are 0. A warp reads several bins at once, and skips them if all are 0.
@@ -159,7 +159,7 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
 #pragma unroll
         for (int b = 0; b < BINS_AT_ONCE; ++b) {
             const int bin = first + b * WARPS;
-            const int digit = bin & positive ? bins - 1 - bin : bin + positive;  // of the key, see sort_key
+            const int digit = bin & positive ? bins - 1 - bin : bin + positive;  // the key's digit, see sort_key
             if (found[b]) atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, found[b]);
         }
     }
@@ -376,7 +376,7 @@ __device__ __forceinline__ void round_frequencies(const Params& p, int* change) 
     }
     __syncthreads();
     if (p.rounding == BALANCE && threadIdx.x == 0) {
-        int sum = 0;  // of the changes of the experts before
+        int sum = 0;  // the changes of the experts before
         for (int e = 0; e < p.num_experts; ++e) {
             const Rounded rounded(change[e], p.tile, p.L);
             const int up = sum + rounded.missing, down = sum - rounded.over;
@@ -413,7 +413,7 @@ __device__ __forceinline__ void mark_chosen(const ChosenBitsParams<Id>& p) {
         for (; bits; bits &= bits - 1) atomicAdd(frequencies + first + __ffs(static_cast<int>(bits)) - 1, 1);
     }
     __syncthreads();
-    wait_for_last_launch();  // which clears the frequencies
+    wait_for_last_launch();  // the last launch clears the frequencies
     for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS)
         if (frequencies[e]) atomicAdd(p.frequencies + e, frequencies[e]);
     if (comes_last(p.done, p.parts, frequencies)) round_frequencies(p, frequencies);

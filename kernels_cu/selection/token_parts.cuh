@@ -8,7 +8,7 @@ struct Tokens {
 
 __device__ __forceinline__ int64 clamped(int offset, int64 L) { return min(max(static_cast<int64>(offset), int64(0)), L); }
 
-// Where a sequence begins and ends. Without offsets all sequences are equally long. Offsets (S+1,) rise and are clamped to
+// Returns the begin and the end of a sequence. All sequences are equally long without offsets. Offsets (S+1,) rise and are clamped to
 // [0, L]. Tokens before the first offset and from the last one on are in no sequence.
 __device__ __forceinline__ Tokens tokens_of_sequence(const int* offsets, int64 L, int num_sequences, int sequence) {
     if (!offsets) {
@@ -26,18 +26,19 @@ __device__ __forceinline__ Tokens tokens_of_part(const Tokens& sequence, int par
     return {begin, min(begin + length, sequence.end)};
 }
 
-// How the selection of a column ends.
+// The end of the selection of a column.
 struct __align__(16) Column {
     unsigned key;      // the digit at which the selection ends, in the leading bits; the other bits are 0
-    int wanted;        // how many of the keys with this digit are taken; ALL: all of them
-    int among_chosen;  // whether the selection is among the pairs that the router chose, see selection.cu
-    int first;         // unless all are taken: where the keys with this digit begin in the list; -1: it has no room for them
+    int wanted;        // number of keys with this digit that are taken; ALL: all of them
+    int among_chosen;  // not 0: the selection is among the pairs that the router chose, see selection.cu
+    int first;         // unless all are taken: start of the keys with this digit in the list; -1: it has no room for them
 };
 constexpr int ALL = 0x7fffffff;
-// Whether only some of the keys with this digit are taken.
+// Returns whether only some of the keys with this digit are taken.
 __device__ __forceinline__ bool has_candidates(const Column& column) { return column.wanted > 0 && column.wanted != ALL; }
 
-// Whether this block is the last of `blocks` blocks that call this function. The last one sees what the others wrote before.
+// Returns whether this block is the last of `blocks` blocks that call this function. The last one sees all earlier writes of
+// the others.
 // done: counts the calls, 0 at first. shared: shared memory whose contents no thread needs any more.
 __device__ __forceinline__ bool comes_last(int* done, int blocks, int* shared) {
     __syncthreads();
