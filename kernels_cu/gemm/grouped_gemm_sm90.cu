@@ -303,7 +303,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
 #if LORA_STAGES
     const int all_steps = steps + p.lora_steps;
 #else
-    const int all_steps = steps;
+    [[maybe_unused]] const int all_steps = steps;
 #endif
 
     if (threadIdx.x < WARPGROUP) {

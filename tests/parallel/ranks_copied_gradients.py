@@ -105,14 +105,26 @@ def fsdp_stores_gradients_as_autograd_would(mesh, size):
     """What lies between the layer and a parameter counts, and a memory order that saved tensors come back in."""
     x = tokens_of(mesh, 0)
 
-    def scaled(layer):
-        return Eighth.apply(layer.w1_storage).transpose(1, 2), Eighth.apply(layer.w2_storage).transpose(1, 2)
+    experts, inside = MoE._experts, []
+
+    def scaled(layer, *given):
+        inside.append(layer)
+        try:
+            return experts(layer, *given)
+        finally:
+            inside.pop()
+
+    def attribute(layer, name):
+        found = torch.nn.Module.__getattr__(layer, name)
+        return Eighth.apply(found) if inside and name in ("w1_storage", "w2_storage") else found
+
+    scaling = {"_experts": scaled, "_gathered_experts": scaled, "__getattr__": attribute}
 
     def packed(tensor):
         return tensor.clone(memory_format=torch.contiguous_format)
 
     ways = {
-        "scaled": (mock.patch.object(MoE, "_weights", scaled), 0),
+        "scaled": (mock.patch.multiple(MoE, create=True, **scaling), 0),
         "packed": (torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor), 6),
         "all reduced": (nullcontext(), 0),
     }
