@@ -253,7 +253,12 @@ BAD = [
         for activation in GATED_ACTIVATIONS
     ),
     *(
-        forward(ValueError, "w1: expected shape (E, d, h) = (3, 4, 6), got (3, 4, 12)", activation=activation)
+        forward(
+            ValueError,
+            "w1: expected shape (E, d, h) = (3, 4, 6), got (3, 4, 12); "
+            f"{activation!r} has no gate: for columns of gate and up choose one that has, such as 'swiglu'",
+            activation=activation,
+        )
         for activation in ACTIVATIONS
         if activation not in GATED_ACTIVATIONS
     ),
