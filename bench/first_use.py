@@ -106,7 +106,7 @@ def main(*argv: str) -> None:
     inputs.expect_gpu(parser)
     rows = measured(tuple(map(int, args.cores.split(","))), "cuda", cases.LAYERS[CASE])
     if args.out:
-        record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
+        record = measure.record(rows=rows)
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(text(rows)))
 

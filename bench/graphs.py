@@ -76,7 +76,7 @@ def main(*argv: str) -> None:
     inputs.expect_gpu(parser)
     rows = measured(args.calls)
     if args.out:
-        record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "steps": rows}
+        record = measure.record(steps=rows)
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     head = ["size", "step", "q1 us", "median us", "q3 us", "peak MiB"]
     lines = [

@@ -80,7 +80,7 @@ def main(*argv: str) -> None:
     inputs.expect_gpu(parser)
     rows = measured(args.calls)
     if args.out:
-        record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "microseconds": rows}
+        record = measure.record(microseconds=rows)
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     lines = [[name, *(f"{row[q]:.1f}" for q in measure.QUARTILES)] for name, row in rows.items()]
     print("\n".join(table.aligned([["microseconds of a call", "q1", "median", "q3"], *lines], 1)))

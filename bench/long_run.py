@@ -117,11 +117,7 @@ def main(*argv: str) -> None:
     try:
         device, s = "cuda" if torch.cuda.is_available() else "cpu", lm.SIZES[args.size]
         data = corpus.load(args.text or corpus.default_folders(), TEXT_BYTES)
-        record: dict = {
-            "machine_info": measure.environment(),
-            "commit_info": {"id": measure.commit()},
-            "size": args.size,
-        }
+        record = measure.record(size=args.size)
         for name, part, count in (("repeated", repeated, args.repeats), ("collapsing", collapsing, args.steps)):
             began = time.perf_counter()
             record[name] = part(s, args.arm, data, device, count)

@@ -202,7 +202,7 @@ def main(*argv: str) -> None:
     if not args.tiny:
         inputs.expect_gpu(parser)
     rows: list[dict] = []
-    record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
+    record = measure.record(rows=rows)
     for case in [cases.TINY] if args.tiny else [CASES[name] for name in names]:
         rows += measured(case)
         measure.release()

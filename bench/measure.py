@@ -329,6 +329,11 @@ def commit() -> str:
     return answer.stdout.strip() if answer.returncode == 0 else "unknown"
 
 
+def record(**body) -> dict:
+    """Returns a record: its machine, its commit, and the body."""
+    return {"machine_info": environment(), "commit_info": {"id": commit()}, **body}
+
+
 PEER_PACKAGES = (
     "torchao",
     "sonic-moe",

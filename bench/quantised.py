@@ -143,8 +143,7 @@ def main(*argv: str) -> None:
         inputs.expect_gpu(parser)
     chosen, tokens = ((TINY,), (TINY.L,)) if args.tiny else (CASES, TOKENS)
     how = measure.SWING_SECONDS, ROUNDS
-    record: dict[str, Any] = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}}
-    record |= {"decode": [], "passes": []}
+    record = measure.record(decode=[], passes=[])
     for case in chosen:
         record["decode"] += decoding(case, *how)
         for L in tokens:

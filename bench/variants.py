@@ -135,7 +135,7 @@ def main(*argv: str) -> None:
     names = cases.select(args.case, "one_expert")
     rows = run(args.rule or list(RULES), names, args.order, args.accumulate, args.gate_up)
     if args.out:
-        record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
+        record = measure.record(rows=rows)
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(text(rows)))
 

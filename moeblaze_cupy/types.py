@@ -7,9 +7,7 @@ to all these kinds, so the fields are annotated as Any.
 """
 
 import functools
-import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -52,7 +50,6 @@ FORMS = {
     "gelu_tanh": Form(False, "GELU_TANH"),
     "relu2": Form(False, "RELU2"),
 }
-MAX_CONSTANTS = 2  # an activation's constants; fields of the kernels' parameters
 
 SAVE_POLICIES = ("minimal", "fp8", "paper", "recompute", None)
 GATED_ACTIVATIONS = tuple(name for name, form in FORMS.items() if form.gated)
@@ -408,6 +405,18 @@ class LayerArrays(NamedTuple):
     def b2_parts(self) -> tuple[Any, ...]:
         return present(self.b2)
 
+    @property
+    def frozen(self) -> "dict[str, QuantizedWeight]":
+        """Returns the weights in four or eight bits, by the names that callers know them by."""
+        if not (isinstance(self.w1_gate, QuantizedWeight) or isinstance(self.w2, QuantizedWeight)):
+            return {}  # of most calls
+        found = {"w1": self.w1_gate, "w2": self.w2}
+        return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedWeight)}
+
+    def with_weights(self, weights: Mapping[str, Any]) -> "LayerArrays":
+        """Returns the layer with these in the place of its weights. weights: by the names of `frozen`."""
+        return self._replace(**{"w1_gate" if name == "w1" else name: array for name, array in weights.items()})
+
     def arguments(self) -> tuple[str, ...]:
         """Returns the names that callers know the arrays by."""
         w1, b1 = ("w1" if self.w1_up is None else "w1[0]"), ("b1" if self.b1_up is None else "b1[0]")
@@ -612,10 +621,8 @@ class SavedForBackward:
     @property
     def gradients(self) -> tuple[str, ...]:
         """Returns the names of what this layer has gradients of; "weights" among them always."""
-        gradients: tuple[str, ...] = GRADIENTS
-        frozen = [isinstance(weight, QuantizedWeight) for weight in (self.arrays.w1_gate, self.arrays.w2)]
-        if any(frozen):
-            gradients = (*GRADIENTS[:2], *itertools.compress(GRADIENTS[2:], map(operator.not_, frozen)))
+        frozen = self.arrays.frozen
+        gradients = tuple(name for name in GRADIENTS if name not in frozen) if frozen else GRADIENTS
         if self.arrays.b1_gate is None and self.arrays.b2 is None and self.lora is None:
             return gradients
         return (*gradients, *(name for name in (*BIASES, "lora") if getattr(self, name) is not None))

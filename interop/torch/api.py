@@ -131,9 +131,8 @@ class _Call(NamedTuple):
     accumulate: bool | Mapping[str, Any]  #: into main_grad
     fp8_weights: Fp8Weights | None
     keep_fp8_weights: bool
-    shape: tuple[int, ...] | None = (
-        None  #: of out, which is no view then; None for (L, d), or that of unreduced outputs
-    )
+    #: The shape of out, which is no view then; None for (L, d), or that of unreduced outputs.
+    shape: tuple[int, ...] | None = None
     lora: Lora | None = None
 
 
@@ -563,11 +562,7 @@ class MoE(torch.nn.Module):
         if not hold:
             self._fp8.release()
             return None
-        of_w1, of_w2 = self.w1_storage, self.w2_storage
-        if of_w1 is None or of_w2 is None:
-            expected = "experts in floats"
-            raise RuntimeError(f"MoE: quantize_weights: expected {expected}, got expert_format={self.expert_format!r}")
-        torch_fp8.refuse_parts("MoE: quantize_weights", self._sharded)
+        of_w1, of_w2 = self._whole_weights("MoE: quantize_weights")
         w1, w2 = of_w1.transpose(1, 2), of_w2.transpose(1, 2)
         made: Fp8Weights | None = self._fp8.hold(self, (of_w1, of_w2), w1, w2, self.gate_up)
         return made
@@ -582,6 +577,14 @@ class MoE(torch.nn.Module):
         """Has forwards use what all-gathers bring in e4m3. experts: a `fsdp.e4m3.Experts`, or None to end it."""
         self._fp8.gathered = experts
 
+    def _whole_weights(self, function: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """Returns both parameters. Raises RuntimeError for experts that are packed, or that FSDP2 shards."""
+        w1, w2 = self.w1_storage, self.w2_storage
+        if w1 is None or w2 is None:
+            raise RuntimeError(f"{function}: expected experts in floats, got expert_format={self.expert_format!r}")
+        torch_fp8.refuse_parts(function, self._sharded)
+        return w1, w2
+
     def quantize_experts(self, format: str) -> None:
         """Freezes the experts in a format of `moeblaze_cupy.quantize_experts`, in the place of their parameters.
 
@@ -589,11 +592,7 @@ class MoE(torch.nn.Module):
         Make the optimizer afterwards: one that was made before keeps the old parameters, and their memory.
         Raises TypeError, ValueError or RuntimeError as that function does, and where the experts are frozen already.
         """
-        w1, w2 = self.w1_storage, self.w2_storage
-        if w1 is None or w2 is None:
-            expected = "experts in floats"
-            raise RuntimeError(f"MoE: quantize_experts: expected {expected}, got expert_format={self.expert_format!r}")
-        torch_fp8.refuse_parts("MoE: quantize_experts", self._sharded)
+        w1, w2 = self._whole_weights("MoE: quantize_experts")
         if self.precision is not None:
             raise checks.bad_value("MoE: quantize_experts", "precision", "None", repr(self.precision))
         made = quantised.quantize_experts(w1.transpose(1, 2), w2.transpose(1, 2), format)

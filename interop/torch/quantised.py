@@ -8,7 +8,6 @@ import torch
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop.torch.autograd import is_plain
 from moeblaze_cupy.quantised import checks as quantised_checks
-from moeblaze_cupy.quantised import scratch
 from moeblaze_cupy.types import LayerArrays, NestedScales, QuantizedWeight
 
 Tensor = torch.Tensor
@@ -25,13 +24,13 @@ class Frozen(NamedTuple):
         for name, form in self.forms:
             data, scales = left.pop(0), left.pop(0)
             nested = form.nested and NestedScales(left.pop(0), left.pop(0), left.pop(0))
-            found["w1_gate" if name == "w1" else name] = form._replace(data=data, scales=scales, nested=nested)
-        return layer._replace(**found)
+            found[name] = form._replace(data=data, scales=scales, nested=nested)
+        return layer.with_weights(found)
 
 
 def apart(layer: LayerArrays) -> tuple[Frozen, LayerArrays, list[Tensor]]:
     """Returns a layer's frozen weights, the layer with None in their place, and their tensors."""
-    weights = scratch.packed(layer)
+    weights = layer.frozen
     parts: list[Tensor] = []
     forms = []
     for name, weight in weights.items():
@@ -40,8 +39,7 @@ def apart(layer: LayerArrays) -> tuple[Frozen, LayerArrays, list[Tensor]]:
         parts += of_weight.values()
         nested = weight.nested and NestedScales(None, None, None)
         forms.append((name, weight._replace(data=None, scales=None, nested=nested)))
-    without = {"w1_gate" if name == "w1" else name: None for name in weights}
-    return Frozen(tuple(forms)), layer._replace(**without), parts
+    return Frozen(tuple(forms)), layer.with_weights(dict.fromkeys(weights)), parts
 
 
 def _check(parts: Mapping[str, Any]) -> None:

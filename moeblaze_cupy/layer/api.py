@@ -218,7 +218,7 @@ def forward(
 
     extras: None for a plain call. function: what the caller's user called, the head of messages.
     """
-    if frozen := scratch.packed(layer):
+    if frozen := layer.frozen:
         return _forward_of_frozen(frozen, layer, options, extras or LayerExtras(), function)
     key_options: Any = options
     given: Sequence[Any] = layer
@@ -263,8 +263,7 @@ def _forward_of_frozen(
     if saved is None:
         return out, None
     decoded.keep()
-    kept = saved.arrays._replace(w1_gate=frozen.get("w1", saved.arrays.w1_gate), w2=frozen.get("w2", saved.arrays.w2))
-    return out, dataclasses.replace(saved, arrays=kept, decoded_by=decoded.number)
+    return out, dataclasses.replace(saved, arrays=saved.arrays.with_weights(frozen), decoded_by=decoded.number)
 
 
 def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) -> tuple[Any, SavedForBackward | None]:

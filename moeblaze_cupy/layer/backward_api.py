@@ -360,7 +360,7 @@ def run_backward(
     """
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
-    if frozen := scratch.packed(saved.arrays):
+    if frozen := saved.arrays.frozen:
         return _backward_of_frozen(function, frozen, grad_out, saved, needs, keep_saved, accumulate, extras)
     grad_out, grad_scales = values_and_scales(grad_out)
     needs = checks.gradient_names(function, saved.default_gradients if needs is None else needs, saved.gradients)

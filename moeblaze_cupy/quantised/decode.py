@@ -29,6 +29,12 @@ def _variant(form: str, scale: str) -> loader.Variant:
     return loader.variant_of("decode.cu", "decode", {"FORMAT": FORMATS[form], "SCALE": scale})
 
 
+def scales_of_expert(form: str, K: int, N: int, block: tuple[int, int]) -> int:
+    """block: rows and columns of one of "e4m3"."""
+    fixed = {"mxfp4": N * K // MXFP4_BLOCK, "nf4": N * K // NF4_BLOCK, "int8": N}
+    return fixed.get(form, math.ceil(N / block[0]) * math.ceil(K / block[1]))
+
+
 @cached
 def configure(form: str, shape: tuple[int, int, int], block: tuple[int, int] | None, scale: str) -> Launch:
     """The launch for a weight of this format, shape (E, K, N) and block. Addresses: 0 for absent parts.
@@ -37,8 +43,6 @@ def configure(form: str, shape: tuple[int, int, int], block: tuple[int, int] | N
     """
     E, K, N = shape
     rows, columns = block or (1, K)
-    columns_of_blocks = math.ceil(K / columns)
-    scales = {"mxfp4": N * K // MXFP4_BLOCK, "nf4": N * K // NF4_BLOCK, "int8": N}
     chunk = launch_config.DECODE_THREADS * launch_config.DECODE_STEPS * 8
     return Launch(
         _variant(form, scale),
@@ -47,9 +51,9 @@ def configure(form: str, shape: tuple[int, int, int], block: tuple[int, int] | N
         ADDRESSES,
         {
             "size": N * K,
-            "scales_of_expert": scales.get(form, math.ceil(N / rows) * columns_of_blocks),
+            "scales_of_expert": scales_of_expert(form, K, N, (rows, columns)),
             "K": K,
-            "columns_of_blocks": columns_of_blocks,
+            "columns_of_blocks": math.ceil(K / columns),
             **divisor("K", K),
             **divisor("rows", rows),
             **divisor("columns", columns),

@@ -1,12 +1,9 @@
 """Weights to four or eight bits: kernels_cu/quantised/encode.cu."""
 
-import math
-
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch, cached
 from moeblaze_cupy.frameworks import Layout
-from moeblaze_cupy.quantised.decode import FORMATS
-from moeblaze_cupy.reference.quantised import MXFP4_BLOCK, NF4_BLOCK
+from moeblaze_cupy.quantised.decode import FORMATS, scales_of_expert
 
 ADDRESSES = ("weight", "data", "scales")
 
@@ -20,21 +17,20 @@ def configure(form: str, weight: Layout, block: tuple[int, int] | None) -> Launc
     """The launch for a weight (E, K, N) of this layout, in bf16."""
     E, K, N = weight.shape
     rows, columns = block or (1, K)
-    scales = {"mxfp4": N * K // MXFP4_BLOCK, "nf4": N * K // NF4_BLOCK, "int8": N}
-    scales_of_expert = scales.get(form, math.ceil(N / rows) * math.ceil(K / columns))
+    scales = scales_of_expert(form, K, N, (rows, columns))
     threads = launch_config.ENCODE_THREADS
     of_block = {"int8": threads // 32, "e4m3": 1}.get(form, threads)  # scales
     expert_stride, element_stride, row_stride = weight.strides
     return Launch(
         variant(form),
-        (launch_config.ceil_div(scales_of_expert, of_block), E),
+        (launch_config.ceil_div(scales, of_block), E),
         threads,
         ADDRESSES,
         {
             "expert_stride": expert_stride,
             "row_stride": row_stride,
             "element_stride": element_stride,
-            "scales_of_expert": scales_of_expert,
+            "scales_of_expert": scales,
             "N": N,
             "K": K,
             "block_rows": rows,

@@ -43,12 +43,6 @@ def release_scratch() -> None:
     _kept.clear()
 
 
-def packed(layer: LayerArrays) -> dict[str, QuantizedWeight]:
-    """The frozen weights of a layer by name."""
-    found = {"w1": layer.w1_gate, "w2": layer.w2}
-    return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedWeight)}
-
-
 @dataclass(eq=False)
 class Decoded:
     """The arrays that a call of the layer reads in place of its frozen weights.
@@ -64,7 +58,7 @@ class Decoded:
     _parts: tuple[Any, ...] = ()  #: held until then
 
     def layer(self, of: LayerArrays) -> LayerArrays:
-        return of._replace(**{"w1_gate" if name == "w1" else name: array for name, array in self.arrays.items()})
+        return of.with_weights(self.arrays)
 
     def decode(self, run: Runtime, expert_token_offsets: int) -> None:
         """Decodes the experts that have tokens, unless that has been done."""
