@@ -1,51 +1,59 @@
 // The gradients of low-rank factors, from the parts that lora_gram.cu has summed: the parts of an expert, or of all experts
 // that share the factor, are added in their order. An expert without rows gets zeros.
 //
-// Launch: grid (tiles of COLUMNS columns, ranks / RANKS, outputs), COLUMNS * RANKS / PER_THREAD threads. There is an output for
-// each expert, or one. Threads read the parts along the ranks, and write along the dimension in which the output is contiguous.
-#include "common.cuh"
+// Launch: grid (tiles of columns, tiles of ranks, outputs), THREADS threads. A tile has TILE elements, 8 << column_shift
+// columns and 8 << rank_shift ranks. There is an output for each expert, or one. Threads read the parts along the ranks, and
+// write along the dimension in which the output is contiguous. ALIGNED: the output has a multiple of 8 elements in it.
+#include "lora_tile.cuh"
 
 typedef OUT out_t;
 
 struct LoraSumsParams {
     const float* parts;               // (numbers of chunks, columns, ranks) fp32, in; see lora_gram.cu
     const int* expert_token_offsets;  // (E+1,) int32, in
-    out_t* out;                       // OUT, out: (outputs, rank, columns) or (outputs, columns, rank), as the strides say
-    int64 out_stride, rank_stride, column_stride;  // of out, in elements
-    int columns, ranks, rank;                      // ranks: of the parts, a multiple of 16
-    int experts, chunk_shift;                      // experts: of an output
+    out_t* out;                       // OUT, out: (outputs, rank, columns) if along_columns, or (outputs, columns, rank)
+    int columns, ranks, rank;         // ranks: of the parts, a multiple of 16
+    int experts, chunk_shift;         // experts: of an output
+    int column_shift, rank_shift, along_columns;
 };
 
-constexpr int COLUMNS = 64, RANKS = 16, PER_THREAD = COLUMNS * RANKS / THREADS, LANE_COLUMNS = THREADS / RANKS;
-static_assert(THREADS % COLUMNS == 0 && THREADS % RANKS == 0, "whole lines");
+static_assert(VECTORS == 1, "a thread's vector");
 
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const LoraSumsParams p) {
-    __shared__ float tile[COLUMNS][RANKS + 1];
-    const int column0 = blockIdx.x * COLUMNS, rank0 = blockIdx.y * RANKS, output = blockIdx.z;
-    const int lane_rank = threadIdx.x % RANKS, lane_column = threadIdx.x / RANKS;
-    float total[PER_THREAD] = {};
+    const int column0 = blockIdx.x * 8 << p.column_shift, rank0 = blockIdx.y * 8 << p.rank_shift, output = blockIdx.z;
+    const Place in(0, p.rank_shift);
+    const int in_column = column0 + in.slow, in_rank = rank0 + in.fast;
+    const bool exists = in_column < p.columns && in_rank < p.ranks;  // the others' sums are not stored
+    const int64 step = int64(p.columns) * p.ranks;
+    const float* const parts = p.parts + (exists ? int64(in_column) * p.ranks + in_rank : 0);
+    float total[1][8] = {};
     for (int expert = output * p.experts; expert < (output + 1) * p.experts; ++expert) {
         const int begin = p.expert_token_offsets[expert], end = p.expert_token_offsets[expert + 1];
         const int chunks = (end - begin + (1 << p.chunk_shift) - 1) >> p.chunk_shift;
-        const float* part = p.parts + (int64((begin >> p.chunk_shift) + expert) * p.columns + column0) * p.ranks + rank0;
-#pragma unroll 4
-        for (int chunk = 0; chunk < chunks; ++chunk, part += int64(p.columns) * p.ranks)
+        const float* part = parts + ((begin >> p.chunk_shift) + expert) * step;
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; chunk += 2, part += 2 * step) {  // both are in flight; most experts have few
+            const bool two = chunk + 1 < chunks;
+            Row8<float> given[2];
+            float values[2][8];
+            given[0].load<true>(part, 8);
+            given[1].load<true>(two ? part + step : part, 8);
+            issue_loads_now();
+            given[0].unpack(values[0]), given[1].unpack(values[1]);
 #pragma unroll
-            for (int i = 0; i < PER_THREAD; ++i) {
-                const int column = lane_column + LANE_COLUMNS * i;
-                if (column0 + column < p.columns) total[i] += part[column * p.ranks + lane_rank];
+            for (int j = 0; j < 8; ++j) {
+                const float sum = total[0][j] + values[0][j];
+                total[0][j] = two ? sum + values[1][j] : sum;
             }
+        }
     }
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) tile[lane_column + LANE_COLUMNS * i][lane_rank] = total[i];
-    __syncthreads();
-    const bool along_columns = p.column_stride < p.rank_stride;
-    out_t* const out = p.out + output * p.out_stride;
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-        const int index = threadIdx.x + THREADS * i;
-        const int c = along_columns ? index % COLUMNS : index / RANKS, r = along_columns ? index / COLUMNS : index % RANKS;
-        if (column0 + c < p.columns && rank0 + r < p.rank)
-            store_one(out + (column0 + c) * p.column_stride + (rank0 + r) * p.rank_stride, tile[c][r]);
-    }
+    if (p.along_columns) transpose_tile(total, p.rank_shift, p.column_shift);
+    const Place at(0, p.along_columns ? p.column_shift : p.rank_shift);
+    const int column = column0 + (p.along_columns ? at.fast : at.slow), rank = rank0 + (p.along_columns ? at.slow : at.fast);
+    if (column >= p.columns || rank >= p.rank) return;
+    out_t* const out = p.out + int64(output) * p.columns * p.rank;
+    if (p.along_columns)
+        store_row8<ALIGNED>(out + int64(rank) * p.columns + column, total[0], p.columns - column);
+    else
+        store_row8<ALIGNED>(out + int64(column) * p.rank + rank, total[0], p.rank - rank);
 }

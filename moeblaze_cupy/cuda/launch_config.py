@@ -73,6 +73,8 @@ DECODE_STEPS = 8  # steps of eight elements that a thread loads before it stores
 ENCODE_THREADS = 128  # threads per block of encode.cu
 RANK_EXPERTS_THREADS = 32  # threads of rank_experts.cu: a warp
 LORA_PACK_THREADS = 256  # threads per block of lora_pack.cu and lora_sums.cu
+LORA_PACK_TILE = 16 * LORA_PACK_THREADS  # elements per block of lora_pack.cu
+LORA_SUMS_TILE = 8 * LORA_PACK_THREADS  # elements per block of lora_sums.cu
 LORA_THREADS = 128  # threads per block of lora_rows.cu and lora_gram.cu
 LORA_STAGES = 4
 LORA_ROWS = TILE_ROWS // 2  # rows per block of lora_rows.cu
@@ -154,10 +156,10 @@ _CONSTANTS = {
     "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
     "decode.cu": {"THREADS": DECODE_THREADS, "STEPS": DECODE_STEPS},
     "encode.cu": {"THREADS": ENCODE_THREADS},
-    "lora_pack.cu": {"THREADS": LORA_PACK_THREADS},
+    "lora_pack.cu": {"THREADS": LORA_PACK_THREADS, "TILE": LORA_PACK_TILE},
     "lora_rows.cu": {"THREADS": LORA_THREADS, "ROWS": LORA_ROWS, "STAGES": LORA_STAGES},
     "lora_gram.cu": {"THREADS": LORA_THREADS, "STAGES": LORA_STAGES},
-    "lora_sums.cu": {"THREADS": LORA_PACK_THREADS},
+    "lora_sums.cu": {"THREADS": LORA_PACK_THREADS, "TILE": LORA_SUMS_TILE},
     "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
     "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
     "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},

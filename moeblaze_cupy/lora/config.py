@@ -20,6 +20,13 @@ def block_ranks(ranks: int, most: int) -> int:
     return block
 
 
+def tile(columns: int, most: int, elements: int) -> tuple[int, int, tuple[int, int]]:
+    """Columns and lines of a tile of lora_tile.cuh with so many elements, and the shifts of both there."""
+    block = block_ranks(columns, most)
+    lines = elements // block
+    return block, lines, ((block // 8).bit_length() - 1, (lines // 8).bit_length() - 1)
+
+
 def rows_shared_bytes(columns: int) -> int:
     return LORA_STAGES * (LORA_ROWS + columns) * LINE_BYTES
 

@@ -24,10 +24,10 @@ _GRAM = "rows", "u", "parts", *LISTS
 
 
 @functools.cache
-def pack_variant(dtype: str, factor: str) -> Variant:
-    """factor: the dtype of the factor as it is given."""
+def pack_variant(dtype: str, factor: str, vector: bool) -> Variant:
+    """factor: the dtype of the factor as it is given. vector: it is read 16 bytes at a time."""
     macros = {"ENTRY": "lora_pack", "ELEMENT": ELEMENTS[dtype], "FACTOR": ELEMENTS[factor]}
-    return variant_of("lora_pack.cu", "lora_pack", macros)
+    return variant_of("lora_pack.cu", "lora_pack", {**macros, "VECTOR": int(vector)})
 
 
 @functools.cache
@@ -39,8 +39,11 @@ def product_variant(source: str, entry: str, dtype: str, aligned: bool, gathers:
 
 
 @functools.cache
-def sums_variant(out: str) -> Variant:
-    return variant_of("lora_sums.cu", "lora_sums", {"ENTRY": "lora_sums", "OUT": ELEMENTS[out]})
+def sums_variant(out: str, aligned: bool) -> Variant:
+    """aligned: the output has a multiple of 8 elements in the dimension in which it is contiguous."""
+    return variant_of(
+        "lora_sums.cu", "lora_sums", {"ENTRY": "lora_sums", "OUT": ELEMENTS[out], "ALIGNED": int(aligned)}
+    )
 
 
 class _View(NamedTuple):
@@ -91,13 +94,48 @@ def _packed(view: _View, E: int, dtype: str, ranks_first: bool) -> Packed:
     in_order = strides == (shape[2], 1) and (view.expert_stride == shape[1] * shape[2] or E == 1)
     if view.layout.dtype == dtype and given == shape[1:] and in_order and not view.layout.misalignment:
         return Packed(shape, dtype, None)
-    sizes = dict(zip(("rows", "columns", "out_rows", "out_columns"), (*given, *shape[1:]), strict=True))
-    steps = dict(zip(("row_stride", "column_stride"), strides, strict=True))
-    tiles = ceil_div(shape[1], 32) * ceil_div(shape[2], 32)
-    variant = pack_variant(dtype, view.layout.dtype)
-    threads, addresses = launch_config.LORA_PACK_THREADS, ("factor", "out")
-    launch = Launch(variant, (tiles, E), threads, addresses, {**sizes, **steps, "expert_stride": view.expert_stride})
-    return Packed(shape, dtype, launch)
+    experts = _Dimension(E, E, view.expert_stride, shape[1] * shape[2])
+    rows = _Dimension(given[0], shape[1], strides[0], shape[2])
+    columns = _Dimension(given[1], shape[2], strides[1], 1)
+    return Packed(shape, dtype, _pack_launch(view.layout, dtype, experts, rows, columns))
+
+
+class _Dimension(NamedTuple):
+    """Of a factor and of its packed copy: sizes, and strides in elements."""
+
+    size: int
+    out_size: int
+    stride: int
+    out_stride: int
+
+
+def _pack_launch(layout: Layout, dtype: str, experts: _Dimension, rows: _Dimension, columns: _Dimension) -> Launch:
+    """Reads along the dimension in which the factor's elements are closest to each other. That may be the experts'.
+
+    Rows that follow each other without a gap in both memories are one long row.
+    """
+    strided = [n for n in (columns, rows, experts) if n.size > 1 and n.stride]
+    along = min(strided, key=lambda n: n.stride, default=columns)
+    along_lines, lines, batches = along is not columns, rows, experts
+    if along is not rows and (columns.size, rows.stride) == (columns.out_size, columns.size * columns.stride):
+        columns = _Dimension(rows.size * columns.size, rows.out_size * columns.out_size, columns.stride, 1)
+        rows = _Dimension(1, 1, 0, 0)
+        along = along if along_lines else columns
+    if along is experts or rows.out_size == 1:
+        lines, batches = experts, rows
+    strides = [n.stride for n in (batches, lines, columns) if n is not along]
+    vector = along.stride == 1 and is_aligned((layout.misalignment,), (along.size, *strides))
+    tile = launch_config.LORA_PACK_TILE
+    most = tile // config.block_ranks(lines.out_size, 64 if along_lines else 16)
+    tile_columns, tile_lines, shifts = config.tile(columns.out_size, most, tile)
+    tiles = batches.out_size * ceil_div(lines.out_size, tile_lines) * ceil_div(columns.out_size, tile_columns)
+    scalars = {"batches": batches.size, "lines": lines.size, "columns": columns.size}
+    scalars |= {"out_lines": lines.out_size, "out_columns": columns.out_size, "along_lines": int(along_lines)}
+    scalars |= {"batch_stride": batches.stride, "line_stride": lines.stride, "column_stride": columns.stride}
+    scalars |= {"out_batch_stride": batches.out_stride, "out_line_stride": lines.out_stride}
+    scalars |= dict(zip(("column_shift", "line_shift"), shifts, strict=True))
+    variant, threads = pack_variant(dtype, layout.dtype, vector), launch_config.LORA_PACK_THREADS
+    return Launch(variant, (tiles,), threads, ("factor", "out"), scalars)
 
 
 def factors_beside(factors: Lora | None, options: LayerOptions, forward: bool) -> tuple[Factor | None, Factor | None]:
@@ -251,17 +289,16 @@ def _gradient(
         why=(why,),
     )
     outputs = E if len(view.layout.shape) == 3 else 1
-    strides = (columns, 1) if ranks_first else (1, view.rank)
+    tile_ranks, tile_columns, shifts = config.tile(ranks, 32, launch_config.LORA_SUMS_TILE)
     sums = Launch(
-        sums_variant(view.layout.dtype),
-        (ceil_div(columns, 64), ranks // 16, outputs),
+        sums_variant(view.layout.dtype, (columns if ranks_first else view.rank) % 8 == 0),
+        (ceil_div(columns, tile_columns), ceil_div(ranks, tile_ranks), outputs),
         launch_config.LORA_PACK_THREADS,
         ("parts", "expert_token_offsets", "out"),
         {
             **sizes,
-            "out_stride": columns * view.rank,
-            "rank_stride": strides[0],
-            "column_stride": strides[1],
+            **dict(zip(("rank_shift", "column_shift"), shifts, strict=True)),
+            "along_columns": int(ranks_first),
             "rank": view.rank,
             "experts": E // outputs,
         },

@@ -132,7 +132,8 @@ def _lora_variants(dtypes: Sequence[str], aligned: Sequence[bool]) -> list[Varia
     found = []
     for dtype in dtypes:
         for given in dict.fromkeys(("float32", dtype)):
-            found += [pack_variant(dtype, given), sums_variant(given)]
+            for is_aligned in aligned:
+                found += [pack_variant(dtype, given, is_aligned), sums_variant(given, is_aligned)]
         for is_aligned, pair, side in itertools.product(aligned, (1, 2), ("u", "v", "da", "db")):
             gathers = (side, pair) in (("u", 1), ("v", 2), ("da", 1), ("db", 2))
             options = f"lora_{side}{pair}", dtype, is_aligned, gathers

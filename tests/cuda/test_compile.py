@@ -55,8 +55,8 @@ REGISTER_CAPS = {
     "capacity.cu": 64,
     "balance.cu": 64,
     "clear.cu": 32,
-    "lora_pack.cu": 40,
-    "lora_sums.cu": 64,
+    "lora_pack.cu": 56,
+    "lora_sums.cu": 48,
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
     "square_tiles.cu": 40,
@@ -205,7 +205,8 @@ def static_shared_cap(variant, limits) -> int:
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
     arrays["square_tiles.cu"] = 4 * (launch_config.TILES_THREADS + launch_config.TILES_THREADS // 32)
     arrays["decode.cu"] = 4 * 16 * 32  # a table for each bank
-    arrays["lora_pack.cu"], arrays["lora_sums.cu"] = 4 * 32 * 33, 4 * 64 * 17
+    for name, tile in (("pack", launch_config.LORA_PACK_TILE), ("sums", launch_config.LORA_SUMS_TILE)):
+        arrays[f"lora_{name}.cu"] = 4 * (tile + tile // 32)
     arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 

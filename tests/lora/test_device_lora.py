@@ -100,6 +100,24 @@ def test_orders(tier, order):
 
 
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize("ranks", [(16, 24), (8, 80)])
+def test_orders_of_factors_change_no_bit(tier, ranks):
+    """Along columns, rows and experts, each with 16-byte accesses."""
+    inputs, lora = problem(replace(SMALL, E=8), ranks, DTYPES["bfloat16"], factor_dtype=np.float32)
+    first = None
+    for order in itertools.permutations(range(3)):
+        factors = (np.ascontiguousarray(f.transpose(order)).transpose(np.argsort(order)) for f in lora.factors)
+        with on(tier) as device:
+            got = run(device, inputs, lora.with_factors(factors))
+            packs = [dict(v.macros)["VECTOR"] for _, v in loader._kernels if v.entry == "lora_pack"]
+        assert packs == ["1"]
+        if first is None:
+            first = got
+            assert_right(got, inputs, lora)
+        assert all(np.asarray(got[n]).tobytes() == np.asarray(first[n]).tobytes() for n in first)
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @pytest.mark.parametrize("save", ["paper", "recompute", "fp8", None])
 def test_policies(tier, save):
     for weights_on in ("output", "input"):
