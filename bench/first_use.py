@@ -2,9 +2,10 @@
 
 python -m bench.first_use --out FILE.json [--cores 2,8,16]
 
-Each row is a process of its own on so many cores. It imports torch, CuPy and this package one after another, makes a
-`MoE` and its tokens on the GPU, and waits for the GPU after the first forward, after the first backward, and after both
-again. The cold row has an empty folder for CuPy's kernel cache, the warm row has what the cold one left there.
+Each row is a process of its own on so many cores. It imports torch, CuPy and this package one after another. A step of
+torch alone follows, as torch's first backward in a process imports parts of torch. Then it makes a `MoE` and its tokens
+on the GPU, and waits for the GPU after the first forward, after the first backward, and after both again. The cold row
+has an empty folder for CuPy's kernel cache, the warm row has what the cold one left there.
 """
 
 import argparse
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CASE = "qwen30b"
 CORES = (2, 8, 16)
 IMPORTS = ("import torch", "import cupy", "import moeblaze_cupy.interop.torch")
-STEPS = ("tensors", "forward", "backward", "both again")  # after the imports
+STEPS = ("torch alone", "tensors", "forward", "backward", "both again")  # after the imports
 PROCESS = """
 import json, sys, time
 device, tokens, *sizes = sys.argv[1], *map(int, sys.argv[2:])
@@ -41,6 +42,8 @@ for line in IMPORTS:
         timed(line, lambda: exec(line))
 torch, MoE = sys.modules["torch"], sys.modules["moeblaze_cupy.interop.torch"].MoE
 options = {"device": device, "dtype": torch.bfloat16}
+plain = torch.randn(128, 128, requires_grad=True, **options)
+timed("torch alone", lambda: (plain @ plain).sum().backward())
 x, layer = timed("tensors", lambda: (torch.randn(tokens, sizes[0], **options).requires_grad_(), MoE(*sizes, **options)))
 out = timed("forward", lambda: layer(x))
 timed("backward", lambda: out.backward(x.detach()))

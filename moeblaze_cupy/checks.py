@@ -306,6 +306,9 @@ def layer(function: str, given: LayerArrays, options: LayerOptions) -> None:
         hint = in_storage_order(array, d, columns)
         if array.shape == (E, d, 2 * h) and not is_gated(act):
             hint = f"; {act!r} has no gate: for columns of gate and up choose one that has, such as 'swiglu'"
+        elif array.shape[:2] == (E, d) and len(array.shape) == 3 and array.shape[2] != columns:  # again either
+            expected = f"one h in shapes ({letters}) and (E, h, d)"
+            raise bad_value(function, f"{name} and w2", expected, f"{array.shape} and {w2.shape}")
         shape(function, name, array, letters, (E, d, columns), hint)
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
         if array.dtype != x.dtype:

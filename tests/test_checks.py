@@ -235,7 +235,11 @@ BAD = [
     ),
     forward(ValueError, "w1: expected one array or a pair (gate, up), got 0 arrays", w1=()),
     forward(ValueError, "w1: expected one array or a pair (gate, up), got 3 arrays", w1=(zeros(E, D, H),) * 3),
-    forward(ValueError, "w1[0]: expected shape (E, d, h) = (3, 4, 6), got (3, 4, 7)", w1=(zeros(E, D, 7), PAIR[1])),
+    forward(
+        ValueError,
+        "w1[0] and w2: expected one h in shapes (E, d, h) and (E, h, d), got (3, 4, 7) and (3, 6, 4)",
+        w1=(zeros(E, D, 7), PAIR[1]),
+    ),
     forward(ValueError, "w1[1]: expected shape (E, d, h) = (3, 4, 6), got (4, 6)", w1=(PAIR[0], zeros(D, H))),
     forward(ValueError, "ids: expected shape (L, k) = (5, any), got (10,)", ids=ids(L * K)),
     forward(ValueError, "ids: expected shape (L, k) = (5, any), got (4, 2)", ids=ids(L - 1, K)),
@@ -246,7 +250,7 @@ BAD = [
     *(
         forward(
             ValueError,
-            "w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 4, 6)",
+            "w1 and w2: expected one h in shapes (E, d, 2h) and (E, h, d), got (3, 4, 6) and (3, 6, 4)",
             w1=zeros(E, D, H),
             activation=activation,
         )

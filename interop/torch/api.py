@@ -72,7 +72,8 @@ def moe(
     """The MoE layer without its router: (L, d), differentiable in x, weights, w1, w2, b1, b2 and the factors of lora.
 
     x: (L, d) bfloat16, float16 or float32, on the CPU also float64.
-    ids: (L, k) int32 or int64, or (P,) with token_offsets; an id below 0 or from E on is an empty slot.
+    ids: (L, k) int32 or int64, or (P,) with token_offsets; an id below 0 or from E on is an empty slot. So ids that
+    count from 1 leave expert 0 without tokens and raise nothing: MOEBLAZE_CHECK_IDS=1 finds them.
     weights: (L, k) or (P,), float32 or x's dtype, the router's; None with unreduced, unless they are on the input.
     w1: (E, d, 2h), gate columns before up columns, or a pair of (E, d, h), or (E, d, h) for an activation without a
     gate; x's dtype. Transposed views of (E, 2h, d) are read as they lie.
@@ -584,6 +585,19 @@ class MoE(torch.nn.Module):
             raise RuntimeError(f"{function}: expected experts in floats, got expert_format={self.expert_format!r}")
         torch_fp8.refuse_parts(function, self._sharded)
         return w1, w2
+
+    @property
+    def w1(self) -> torch.Tensor:
+        """`w1_storage` as the array functions' w1: a view (E, d, 2h), or (E, d, h) for an activation without a gate.
+
+        Raises RuntimeError, as `w2` does, where the experts are packed or FSDP2 shards them.
+        """
+        return self._whole_weights("MoE.w1")[0].transpose(1, 2)
+
+    @property
+    def w2(self) -> torch.Tensor:
+        """`w2_storage` as the array functions' w2: a view (E, h, d)."""
+        return self._whole_weights("MoE.w2")[1].transpose(1, 2)
 
     def quantize_experts(self, format: str) -> None:
         """Freezes the experts in a format of `moeblaze_cupy.quantize_experts`, in the place of their parameters.

@@ -51,7 +51,7 @@ def check_mask(token_mask: Any, tokens: torch.Tensor) -> None:
 
 
 def routed(found: Any, num_tokens: int, k: int) -> tuple[Any, ...]:
-    """What the routing of `MoE` returned: weights and ids (L, k), and maybe sums."""
+    """What the routing of `MoE` returned: weights and ids (L, k), which may be views, and maybe sums."""
     are_two = isinstance(found, (tuple, list)) and len(found) in (2, 3)
     if not are_two or not all(isinstance(tensor, torch.Tensor) for tensor in found[:2]):
         got = f"a {type(found).__name__}" + (f" of {[type(one).__name__ for one in found]}" if are_two else "")
@@ -60,7 +60,7 @@ def routed(found: Any, num_tokens: int, k: int) -> tuple[Any, ...]:
         if tensor.dim() != 2 or tensor.shape[0] != num_tokens or tensor.shape[1] != k:
             expected = f"{name} of shape (L, k) = ({num_tokens}, {k})"
             raise checks.bad_value("MoE", "routing", expected, tuple(tensor.shape))
-    return tuple(found)
+    return found[0].contiguous(), found[1].contiguous(), *found[2:]
 
 
 def in_autocast(x: torch.Tensor) -> bool:

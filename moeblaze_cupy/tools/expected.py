@@ -117,7 +117,7 @@ def report(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: st
     """Returns lines of text. cards: names in CARDS."""
     lines = ["Work:"]
     for name, of_pass in work(s, run).items():
-        lines.append(f"  {name:<22}{of_pass.flops / 1e12:>10,.3f} TFLOP{format_bytes(of_pass.nbytes):>12} of traffic")
+        lines.append(f"  {name:<22}{of_pass.flops / 1e9:>12,.3f} GFLOP{format_bytes(of_pass.nbytes):>12} of traffic")
     for card in map(CARDS.__getitem__, cards):
         found = times(s, run, card, tier, save)
         if not found:

@@ -108,7 +108,7 @@ def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
         lines.append("  ".join(cells).rstrip())
     for heading, of_columns in (
         (
-            "The results, the same for every column; transients come on top of them and of what is saved:",
+            "The results, the same for every column. Forward holds out, and backward's peak has its gradients in it:",
             {"": results(s, runs)},
         ),
         ("Saved for backward:", {name: c.saved for name, c in found.items()}),

@@ -313,7 +313,7 @@ def bad_calls():
             (*given, w2, w2),
             {},
             ValueError,
-            "moe_forward: w1: expected shape (E, d, 2h) = (4, 64, 128), got",
+            "moe_forward: w1 and w2: expected one h in shapes (E, d, 2h) and (E, h, d), got",
         ),
         (
             mb.moe_forward,

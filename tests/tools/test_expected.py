@@ -122,7 +122,7 @@ def test_commands_tell_work_and_time(capsys):
     assert main(["plan", *SIZES.split()]) == 0
     text = capsys.readouterr().out
     assert "Time on NVIDIA H200" in text and "Time on NVIDIA H100" in text and "ms; expect" not in text
-    assert re.search(r"^  forward +2\.474 TFLOP +\S+ GiB of traffic$", text, re.MULTILINE)
+    assert re.search(r"^  forward +2,473\.901 GFLOP +\S+ GiB of traffic$", text, re.MULTILINE)
     assert re.search(r"^  forward +[\d.]+ ms at 668 TFLOP/s and 4,166 GB/s; expect [\d.]+ to [\d.]+ ms$", text, re.M)
     for gpu, times in (("h100", {"h100"}), ("a100", set())):
         assert main(["explain", *SIZES.split(), "--gpu", gpu, "--json"]) == 0

@@ -1286,9 +1286,22 @@ def test_module_with_a_router_of_ones_own():
     replay = MoE(8, 6, 5, 2, routing=lambda logits: route(logits, ids=routed.ids))
     replay.load_state_dict(layer.state_dict())
     assert torch.equal(replay(x), out)
+    wide = torch.cat([routed.ids, routed.ids], 1), torch.cat([routed.weights, routed.weights], 1)
+    replay.routing = lambda logits: (wide[1][:, :2], wide[0][:, :2])  # slices are not contiguous
+    assert torch.equal(replay(x), out)
     with pytest.raises(ValueError) as caught:
         replay(x, token_mask=torch.ones(7, dtype=torch.bool))
     assert str(caught.value) == "MoE: token_mask: expected None with routing, which gets logits alone, got a mask"
+
+
+def test_a_modules_w1_and_w2_are_those_of_the_array_functions():
+    torch.manual_seed(0)
+    layer = MoE(8, 6, 5, 2, return_routing=True)
+    x = torch.randn(7, 8)
+    out, routed = layer(x)
+    assert layer.w1.shape == (5, 8, 12) and layer.w2.shape == (5, 6, 8)
+    assert torch.equal(moe(x, routed.ids, routed.weights, layer.w1, layer.w2), out)
+    assert set(layer.state_dict()) == {"router", "w1_storage", "w2_storage"}
 
 
 @pytest.mark.parametrize(
