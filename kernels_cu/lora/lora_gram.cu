@@ -17,7 +17,7 @@
 // bytes of dynamic shared memory. Blocks that run at one time read the same columns of the rows of many experts, which stay in
 // the L2 cache while each of a token's experts reads them. A warp has 32 of the block's TILE columns.
 //
-// Dynamic shared memory, per stage: lines of KROWS rows for each LINE columns of the tile, then those of u.
+// Dynamic shared memory, per stage: lines of KROWS rows for each LINE columns of the tile, then KROWS lines of u.
 #include "lora_core.cuh"
 
 struct LoraGramParams {
@@ -31,18 +31,26 @@ struct LoraGramParams {
     int num_experts, chunk_shift;
 };
 
-constexpr int TILE = 128, KROWS = LINE, SLABS = TILE / LINE, U_SLABS = (RANKS + LINE - 1) / LINE;
+constexpr int TILE = 128, KROWS = LINE, SLABS = TILE / LINE;
 constexpr int U_LINES = SLABS * KROWS * LINE_BYTES;  // where lines of u begin in a stage
-constexpr int STAGE_BYTES = U_LINES + U_SLABS * KROWS * LINE_BYTES, ROWS_PER_THREAD = KROWS / LINE_STEP;
-constexpr int M_TILES = 2, FRAGMENTS = RANKS / 8;  // of 16 columns, and of 8 ranks, of a warp
+constexpr int U_LINE_BYTES = RANKS * sizeof(element), U_LINE_CHUNKS = U_LINE_BYTES / 16;
+constexpr int STAGE_BYTES = U_LINES + KROWS * U_LINE_BYTES, ROWS_PER_THREAD = KROWS / LINE_STEP;
+constexpr int U_CHUNKS = KROWS * U_LINE_CHUNKS / THREADS;  // of a thread
+constexpr int M_TILES = 2, FRAGMENTS = RANKS / 8;          // of 16 columns, and of 8 ranks, of a warp
 static_assert(THREADS == TILE, "a warp has 32 columns");
+static_assert(U_CHUNKS * THREADS == KROWS * U_LINE_CHUNKS, "whole lines of u");
 static_assert(STAGES >= 2, "one stage is filled while another is read");
+
+// Where 16-byte chunk `chunk` of line `line` of u is in a stage. Eight lines at one chunk are in different banks.
+__device__ __forceinline__ unsigned u_place(int line, int chunk) {
+    constexpr int SHIFT = U_LINE_CHUNKS >= 8 ? 0 : U_LINE_CHUNKS == 4 ? 1 : 2, MASK = U_LINE_CHUNKS >= 8 ? 7 : U_LINE_CHUNKS - 1;
+    return U_LINES + line * U_LINE_BYTES + (chunk ^ (line >> SHIFT & MASK)) * 16;
+}
 
 __device__ __forceinline__ void multiply_mma(float (&acc)[M_TILES][FRAGMENTS][4], unsigned stage) {
     const int lane = threadIdx.x % 32, r = lane & 7, low = lane >> 3 & 1, high = lane >> 4, m0 = threadIdx.x / 32 * 32;
     const unsigned at = shared_address(dynamic_shared) + stage;
-    const unsigned a_first = at + (high * 8 + r) * LINE_BYTES + (low ^ r) * 16;
-    const unsigned b_first = at + U_LINES + (low * 8 + r) * LINE_BYTES + (high ^ r) * 16;
+    const unsigned a_first = at + (high * 8 + r) * LINE_BYTES + (low ^ r) * 16, b_first = at + u_place(low * 8 + r, high);
 #pragma unroll
     for (int kk = 0; kk < KROWS / 16; ++kk) {
         unsigned a[M_TILES][4];
@@ -54,7 +62,7 @@ __device__ __forceinline__ void multiply_mma(float (&acc)[M_TILES][FRAGMENTS][4]
 #pragma unroll
         for (int q = 0; q < RANKS / 16; ++q) {
             unsigned b[4];
-            ldmatrix_x4_trans(b, (b_first ^ q * 32) + kk * 16 * LINE_BYTES);
+            ldmatrix_x4_trans(b, (b_first ^ q * 32) + kk * 16 * U_LINE_BYTES);
 #pragma unroll
             for (int i = 0; i < M_TILES; ++i) {
                 MMA(acc[i][2 * q], a[i], b[0], b[1]);
@@ -74,15 +82,14 @@ __device__ __forceinline__ void multiply_fma(float (&acc)[M_TILES][FRAGMENTS][4]
             a[i / 2][i % 2] = shared_float(stage, m / LINE * KROWS + k, m % LINE);
         }
 #pragma unroll
-        for (int j = 0; j < FRAGMENTS; ++j)
+        for (int j = 0; j < FRAGMENTS; ++j) {
+            const float2 b = *reinterpret_cast<const float2*>(dynamic_shared + stage + u_place(k, 2 * j + n0 / 4) + n0 % 4 * 4);
 #pragma unroll
-            for (int s = 0; s < 2; ++s) {
-                const int n = 8 * j + n0 + s;
-                const float b = shared_float(stage + U_LINES, n / LINE * KROWS + k, n % LINE);
-#pragma unroll
-                for (int i = 0; i < 2 * M_TILES; ++i)
-                    acc[i / 2][j][i % 2 * 2 + s] = fmaf(a[i / 2][i % 2], b, acc[i / 2][j][i % 2 * 2 + s]);
+            for (int i = 0; i < 2 * M_TILES; ++i) {
+                acc[i / 2][j][i % 2 * 2] = fmaf(a[i / 2][i % 2], b.x, acc[i / 2][j][i % 2 * 2]);
+                acc[i / 2][j][i % 2 * 2 + 1] = fmaf(a[i / 2][i % 2], b.y, acc[i / 2][j][i % 2 * 2 + 1]);
             }
+        }
     }
 }
 
@@ -111,23 +118,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const LoraGramParams
     };
     auto copy = [&](int step) {
         const unsigned stage = step % STAGES * STAGE_BYTES;
+        const int row0 = first + step * KROWS;
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; ++i) {
-            const int within = line + LINE_STEP * i, row = first + step * KROWS + within;
+            const int within = line + LINE_STEP * i;
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab) {
-                const int column = m0 + slab * LINE + chunk_column(), valid = row < end ? p.columns - column : 0;
+                const int column = m0 + slab * LINE + chunk_column(), valid = row0 + within < end ? p.columns - column : 0;
                 copy_chunk<ALIGNED>(chunk_place(stage, slab * KROWS + within),
                                     valid > 0 ? p.rows + tokens[i] * p.ld + column : p.rows, valid);
             }
+        }
 #pragma unroll
-            for (int slab = 0; slab < U_SLABS; ++slab) {
-                const int rank = slab * LINE + chunk_column();
-                const bool exists = row < end && n0 + rank < p.ranks;
-                if (rank < RANKS)
-                    copy_chunk<true>(chunk_place(stage + U_LINES, slab * KROWS + within),
-                                     exists ? p.u + int64(row) * p.ranks + n0 + rank : p.u, exists);
-            }
+        for (int i = 0; i < U_CHUNKS; ++i) {
+            const int chunk = threadIdx.x + THREADS * i, within = chunk / U_LINE_CHUNKS, at = chunk % U_LINE_CHUNKS;
+            const int rank = n0 + at * VECTOR, row = row0 + within;
+            const bool exists = row < end && rank < p.ranks;
+            copy_chunk<true>(stage + u_place(within, at), exists ? p.u + int64(row) * p.ranks + rank : p.u, exists);
         }
         load_tokens(step + 1);
     };

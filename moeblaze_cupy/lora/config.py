@@ -31,9 +31,8 @@ def rows_shared_bytes(columns: int) -> int:
     return LORA_STAGES * (LORA_ROWS + columns) * LINE_BYTES
 
 
-def gram_shared_bytes(ranks: int, itemsize: int) -> int:
-    line = LINE_BYTES // itemsize
-    return LORA_STAGES * (LORA_COLUMNS + ceil_div(ranks, line) * line) * LINE_BYTES
+def gram_shared_bytes(ranks: int) -> int:
+    return LORA_STAGES * (LORA_COLUMNS + ranks) * LINE_BYTES
 
 
 def chunk_shift(num_rows: int, columns: int, ranks: int, limits: DeviceLimits) -> tuple[int, str]:

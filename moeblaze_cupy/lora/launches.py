@@ -14,7 +14,7 @@ from moeblaze_cupy.cuda.launch_config import DeviceLimits, ceil_div
 from moeblaze_cupy.cuda.loader import ELEMENTS, Variant, variant_of
 from moeblaze_cupy.cuda.runtime import Launch, Runtime
 from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
-from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout
+from moeblaze_cupy.frameworks import Buffer, Layout
 from moeblaze_cupy.gemm.products import PLAIN, Factor, GemmExtras, Operand, PlacedFactor, is_aligned
 from moeblaze_cupy.lora import config
 from moeblaze_cupy.types import LayerOptions, Lora
@@ -285,7 +285,7 @@ def _gradient(
         launch_config.LORA_THREADS,
         _GRAM,
         {"ld": rows.ld, "num_experts": E, **sizes},
-        config.gram_shared_bytes(block, ITEMSIZE[dtype]),
+        config.gram_shared_bytes(block),
         why=(why,),
     )
     outputs = E if len(view.layout.shape) == 3 else 1
