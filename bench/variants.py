@@ -38,7 +38,7 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
         case, halves = kernel.case, kernel.case.first_columns // kernel.case.h if entry == "up_wgrad" else 1
         orders = (case.d, case.h), (case.h, case.d)
         tiles = max(gemm_config.wgrad_tiles(*sizes, case.E * halves) for sizes in orders)
-        most = launch_config.MAX_WAVES * launch_config.H200.multiprocessors // tiles
+        most = gemm_config.MAX_WAVES * launch_config.H200.multiprocessors // tiles
         function, answers = "split_k", {f"split-K {n}": n for n in SPLITS if n == 1 or n <= most}
     return {name: _answered(function, answer, kernel, entry) for name, answer in answers.items()}
 

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyBboxPatch, Rectangle  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
-from moeblaze_cupy.cuda import launch_config  # noqa: E402
+from moeblaze_cupy.cuda import launch_config, loader  # noqa: E402
+from moeblaze_cupy.gemm import config as gemm_config  # noqa: E402
 from moeblaze_cupy.tools import dry_run, memory  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "drawings"
@@ -239,15 +240,13 @@ def hopper_block() -> Figure:
     """Shared memory of a CTA of Hopper's products, and what its warpgroups do over time."""
     figure, axes = canvas(10.4, 5.0)
     write(axes, 0.2, 0.25, "Shared memory, 224 KiB", 11, ha="left", fontweight="bold")
-    rows, columns, depth = launch_config.TILE_ROWS, launch_config.PANEL_COLUMNS, launch_config.STEP_ROWS
-    registers = launch_config.kernel_constants("grouped_gemm_sm90.cu")
+    rows, columns, depth = launch_config.TILE_ROWS, launch_config.PANEL_COLUMNS, gemm_config.STEP_ROWS
+    registers = loader.kernel_constants("grouped_gemm_sm90.cu")
     a, b = (2 * depth * side // 1024 for side in (rows, columns))
-    tile, spare = launch_config.HOPPER_TILE_BYTES // 1024, launch_config.HOPPER_SPARE_BYTES // 1024
+    tile, spare = gemm_config.HOPPER_TILE_BYTES // 1024, gemm_config.HOPPER_SPARE_BYTES // 1024
     operands = ((f"A {rows}×{depth}\n{a} KiB", a, "#cfe2f3"), (f"B {columns}×{depth}\n{b} KiB", b, "#9fc5e8"))
     parts = [
-        (f"stage {s}\n{name}", size, color)
-        for s in range(launch_config.HOPPER_STAGES)
-        for name, size, color in operands
+        (f"stage {s}\n{name}", size, color) for s in range(gemm_config.HOPPER_STAGES) for name, size, color in operands
     ]
     parts += [(f"finished tile {rows}×{columns}\nas 16-bit elements\n{tile} KiB", tile, KEPT)]
     parts += [(f"a, b\n{spare} KiB", spare, "#fff2cc")]
@@ -338,7 +337,7 @@ def call_path() -> Figure:
         (0.55, "Once per layout, cached", (
             ("layer/forward.py\nconfigure_forward", "kernels in order,\nshapes of buffers"),
             ("gemm/products.py\nconfigure", "one kernel: variant,\ngrid, constants"),
-            ("launch_config.py", "tiles, stages, shared memory,\ndynamic scheduling, clusters"),
+            ("gemm/config.py", "tiles, stages, shared memory,\ndynamic scheduling, clusters"),
             ("Launch", "a record of all but\nthe addresses"),
         )),
         (2.35, "At every call", (

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ne
 import moeblaze_cupy as mb
 from examples.progress import Progress
 from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.tools import memory
 from moeblaze_cupy.tools.command import CommandError, integer, one_line, positive_number, run_guarded
 from moeblaze_cupy.tools.memory import format_bytes
@@ -303,9 +304,9 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def _check(args: argparse.Namespace) -> None:
     if args.d_model % CONTEXT_BYTES:
         raise CommandError(f"--d-model: expected a multiple of {CONTEXT_BYTES}, got {args.d_model}")
-    if args.experts > launch_config.MAX_ROUTER_EXPERTS:
-        raise CommandError(f"--experts: expected at most {launch_config.MAX_ROUTER_EXPERTS}, got {args.experts}")
-    largest_k = min(args.experts, launch_config.MAX_ROUTER_K)
+    if args.experts > router_config.MAX_ROUTER_EXPERTS:
+        raise CommandError(f"--experts: expected at most {router_config.MAX_ROUTER_EXPERTS}, got {args.experts}")
+    largest_k = min(args.experts, router_config.MAX_ROUTER_K)
     if args.k > largest_k:
         raise CommandError(f"--k: expected at most {largest_k} for --experts {args.experts}, got {args.k}")
     slots = args.batch * args.k

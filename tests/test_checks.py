@@ -19,6 +19,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import checks, overlaps
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.cuda import launch_config, loader, runtime
+from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.types import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
@@ -177,7 +178,7 @@ def accumulated(error, message, saved=None, **arrays):
     return Bad("moe_backward", changes, error, f"accumulate[{name!r}]: {message}")
 
 
-MAX_E, MAX_ROUTER_E = launch_config.MAX_EXPERTS, launch_config.MAX_ROUTER_EXPERTS
+MAX_E, MAX_ROUTER_E = launch_config.MAX_EXPERTS, router_config.MAX_ROUTER_EXPERTS
 PAIR = (zeros(E, D, H), zeros(E, D, H))
 
 BAD = [
@@ -1092,7 +1093,7 @@ def test_as_many_slots_as_int32_can_number(no_cupy):
 
 def test_largest_router_and_most_experts(no_cupy):
     with pytest.raises(RuntimeError, match=NO_CUPY):
-        mb.route(Tensor((L, MAX_ROUTER_E), "bfloat16"), launch_config.MAX_ROUTER_K)
+        mb.route(Tensor((L, MAX_ROUTER_E), "bfloat16"), router_config.MAX_ROUTER_K)
     with pytest.raises(RuntimeError, match=NO_CUPY):
         mb.build_dispatch(Tensor((L, K), "int64"), MAX_E)
 

@@ -16,6 +16,7 @@ from moeblaze_cupy import reference
 from moeblaze_cupy.cuda import launch_config, loader, structs
 from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.layer import forward as experts
+from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.selection import balance
 from moeblaze_cupy.selection import launches as selection
@@ -424,9 +425,9 @@ def test_architecture_names_every_module_and_kernel():
 
 def test_limits_are_told_as_they_are():
     assert f"E up to {launch_config.MAX_EXPERTS}." in README
-    assert f"E up to {launch_config.MAX_ROUTER_EXPERTS} and k up to {launch_config.MAX_ROUTER_K}" in README
+    assert f"E up to {router_config.MAX_ROUTER_EXPERTS} and k up to {router_config.MAX_ROUTER_K}" in README
     assert f"num_experts <= {launch_config.MAX_EXPERTS}" in mb.build_dispatch.__doc__
-    assert f"E <= {launch_config.MAX_ROUTER_EXPERTS}; k <= min(E, {launch_config.MAX_ROUTER_K})" in mb.route.__doc__
+    assert f"E <= {router_config.MAX_ROUTER_EXPERTS}; k <= min(E, {router_config.MAX_ROUTER_K})" in mb.route.__doc__
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)

@@ -13,7 +13,6 @@ import torch
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.calls import graph_break
-from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import autograd as torch_autograd
@@ -28,6 +27,7 @@ from moeblaze_cupy.interop.torch.operators import Options, Sums
 from moeblaze_cupy.layer.api import LayerExtras, forward
 from moeblaze_cupy.lora import checks as lora_checks
 from moeblaze_cupy.quantised import api as quantised
+from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.router import options as router_options
 from moeblaze_cupy.router.options import RouterOptions
 from moeblaze_cupy.types import (
@@ -432,13 +432,13 @@ class MoE(torch.nn.Module):
     ) -> None:
         super().__init__()
         d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
-        num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)
+        num_experts = _size("num_experts", num_experts, router_config.MAX_ROUTER_EXPERTS)
         identity_experts = checks.integer("MoE", "identity_experts", identity_experts)
-        most = launch_config.MAX_ROUTER_EXPERTS - num_experts
+        most = router_config.MAX_ROUTER_EXPERTS - num_experts
         if not 0 <= identity_experts <= most:
             raise checks.bad_value("MoE", "identity_experts", f"0 to {most}", identity_experts)
         routed = num_experts + identity_experts
-        k = _size("k", k, min(routed, launch_config.MAX_ROUTER_K))
+        k = _size("k", k, min(routed, router_config.MAX_ROUTER_K))
         checks.activation("MoE", activation)
         checks.gate_up("MoE", gate_up, activation)
         checks.layer_options("MoE", LayerOptions(weights_on=weights_on), True, expert_bias)

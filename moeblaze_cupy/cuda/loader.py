@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from moeblaze_cupy.cuda import capture, launch_config, overlapping_launch
@@ -115,13 +116,23 @@ def source(variant: Variant) -> str:
     return f'#pragma nv_diag_error 193\n#line 1 "{name}"\n{code}\n#line 1 "<parameters of {variant.source}>"\n{checks}'
 
 
+def kernel_constants(source: str) -> dict[str, int]:
+    """Returns the constants that every variant of a kernel source gets as -DNAME=value.
+
+    They are those that the configuration of its feature states: of kernels_cu/rows/pull.cu, in moeblaze_cupy/rows/.
+    """
+    feature = os.path.basename(os.path.dirname(source_paths(source_folder())[source]))
+    config: Any = launch_config if feature == "common" else import_module(f"moeblaze_cupy.{feature}.config")
+    return dict(config.CONSTANTS[source])
+
+
 def options(variant: Variant) -> tuple[str, ...]:
     """Returns the NVRTC options of a variant, without the architecture."""
     return (*_common_options(variant), *(f"-D{name}={value}" for name, value in _constants(variant).items()))
 
 
 def _constants(variant: Variant) -> dict[str, str | int]:
-    constants = launch_config.kernel_constants(variant.source) | dict(variant.macros)  # e4m3 has a few of its own
+    constants = kernel_constants(variant.source) | dict(variant.macros)  # e4m3 has a few of its own
     return {"SOURCE_DIGEST": "0x" + source_digest(variant.source), **constants}
 
 

@@ -3,18 +3,32 @@
 import functools
 from dataclasses import dataclass
 
-from moeblaze_cupy.cuda.launch_config import (
-    ALONE_SLOTS,
-    DISPATCH_THREADS,
-    EXPERT_LISTS,
-    HELD_PIECES,
-    MIN_COLUMNS,
-    MIN_COUNT_COLUMNS,
-    MIN_GROUPS,
-    RESERVED_BYTES,
-    DeviceLimits,
-    ceil_div,
-)
+from moeblaze_cupy.cuda.launch_config import MAX_EXPERTS, MAX_K, RESERVED_BYTES, TILE_ROWS, DeviceLimits, ceil_div
+
+MIN_COLUMNS = 8  # columns of dispatch_route's matrix: a lane reads 8 counters of 16 bits at a time
+MIN_COUNT_COLUMNS = 4  # columns of dispatch_count's matrix: a lane reads 4 counters of 32 bits at a time
+HELD_PIECES = 5  # 16-byte pieces of dispatch_route's matrix per thread, which keeps their prefix sums in registers
+ALONE_SLOTS = 2048  # slots that one block of dispatch_route takes, and counts, by itself
+DISPATCH_THREADS = (512, 1024)  # threads per block of both kernels of dispatch.cu
+EXPERT_LISTS = 5  # lists of dispatch_route in shared memory, of E + 1 int32 on average
+MIN_GROUPS = 3  # groups of threads that sum the counts over blocks; fewer work as one group, without scratch memory
+BOUND_THREADS = 256  # threads per block of bound_slots.cu
+SLOTS_PER_BLOCK = 256  # slots of a block of slots.cu, a thread each
+
+CONSTANTS = {
+    "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
+    "dispatch.cu": {
+        "TILE_ROWS": TILE_ROWS,
+        "MAX_EXPERTS": MAX_EXPERTS,
+        "MAX_K": MAX_K,
+        "MAX_BLOCK_THREADS": DISPATCH_THREADS[-1],
+        "MIN_COLUMNS": MIN_COLUMNS,
+        "MIN_COUNT_COLUMNS": MIN_COUNT_COLUMNS,
+        "HELD_PIECES": HELD_PIECES,
+        "EXPERT_LISTS": EXPERT_LISTS,
+        "MIN_GROUPS": MIN_GROUPS,
+    },
+}
 
 
 @dataclass(frozen=True)

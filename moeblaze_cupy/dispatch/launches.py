@@ -181,16 +181,16 @@ def _bound(index: IndexLayout) -> Launch | None:
         return None
     return Launch(
         loader.entry("bound_slots.cu", "bound_slots"),
-        (1 + launch_config.ceil_div(index.num_slots, launch_config.BOUND_THREADS),),
-        launch_config.BOUND_THREADS,
+        (1 + launch_config.ceil_div(index.num_slots, dispatch_config.BOUND_THREADS),),
+        dispatch_config.BOUND_THREADS,
         (*LISTS, "dropped"),
         {"num_slots": index.num_slots, "num_experts": index.num_experts, "max_slots": index.max_slots},
     )
 
 
 def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict[str, int]) -> Launch:
-    grid = (launch_config.ceil_div(number, launch_config.SLOTS_PER_BLOCK),)
-    return Launch(loader.entry("slots.cu", entry), grid, launch_config.SLOTS_PER_BLOCK, addresses, scalars)
+    grid = (launch_config.ceil_div(number, dispatch_config.SLOTS_PER_BLOCK),)
+    return Launch(loader.entry("slots.cu", entry), grid, dispatch_config.SLOTS_PER_BLOCK, addresses, scalars)
 
 
 def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) -> tuple[Buffer, Buffer | None, Lists]:

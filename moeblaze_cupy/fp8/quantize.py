@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from moeblaze_cupy.cuda import clear, launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
 from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.fp8 import config as fp8_config
 from moeblaze_cupy.frameworks import Layout
 from moeblaze_cupy.gemm.products import Weight, is_aligned
 
@@ -39,8 +40,8 @@ def _of_rows(layout: Layout, entry: str, addresses: tuple[str, ...]) -> Launch |
     L, d = layout.shape
     if not L:
         return None
-    threads_per_row = launch_config.quantize_threads(d)
-    threads = max(launch_config.QUANTIZE_THREADS, threads_per_row)
+    threads_per_row = fp8_config.quantize_threads(d)
+    threads = max(fp8_config.QUANTIZE_THREADS, threads_per_row)
     return Launch(
         loader.entry("quantize.cu", entry),
         (launch_config.ceil_div(L, threads // threads_per_row),),
@@ -100,12 +101,12 @@ def _launches(
     }
     aligned = is_aligned((weight.misalignment,), (rows, columns, weight.ld, weight.expert_stride))
     suffix = f"{weight.dtype}{'' if aligned else '_unaligned'}"
-    tile = launch_config.QUANTIZE_TILE
+    tile = fp8_config.QUANTIZE_TILE
     grid = launch_config.ceil_div(outer, tile) * launch_config.ceil_div(inner, tile), weight.num_experts * halves
 
     def launch(step: str, why: str) -> Launch:
         variant = loader.entry("quantize.cu", f"{step}_{suffix}")
-        threads = launch_config.QUANTIZE_THREADS
+        threads = fp8_config.QUANTIZE_THREADS
         return Launch(variant, grid, threads, HALVES_ADDRESSES, sizes, why=(why,), overlaps=True)
 
     return (

@@ -4,6 +4,7 @@ from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.cuda.runtime import Launch
 from moeblaze_cupy.dispatch.launches import IndexLayout
+from moeblaze_cupy.fp8 import config as fp8_config
 
 
 def configure(
@@ -15,11 +16,11 @@ def configure(
     step: "quantize", from first_layer to saved, or "dequantize".
     """
     groups = index.num_rows * launch_config.saved_fp8(index.num_rows, h, halves).groups
-    blocks = launch_config.ceil_div(groups, launch_config.SAVED_WARPS)
+    blocks = launch_config.ceil_div(groups, fp8_config.SAVED_WARPS)
     return Launch(
         loader.entry("saved_fp8.cu", f"{step}_saved_{dtype}"),
-        (min(blocks, launch_config.SAVED_BLOCKS * limits.multiprocessors),),
-        32 * launch_config.SAVED_WARPS,
+        (min(blocks, fp8_config.SAVED_BLOCKS * limits.multiprocessors),),
+        32 * fp8_config.SAVED_WARPS,
         ("first_layer", "expert_token_offsets", "saved"),
         {
             "num_rows": index.num_rows,

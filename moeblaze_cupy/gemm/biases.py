@@ -14,6 +14,7 @@ from moeblaze_cupy.dispatch.launches import (
     Lists,
 )
 from moeblaze_cupy.frameworks import ALIGNMENT, Layout
+from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import variants as gemm_variants
 
 
@@ -108,11 +109,11 @@ def configure(
     # Without `gathers` the bias itself is not read, and neither are addresses that only single elements are stored to.
     sizes, starts = ((columns, stride), (misalignment, bias.misalignment)) if gathers else ((columns,), (misalignment,))
     aligned = not any(starts) and math.gcd(8, *sizes) == 8
-    parts = launch_config.ceil_div(columns, launch_config.BIAS_COLUMNS)
+    parts = launch_config.ceil_div(columns, gemm_config.BIAS_COLUMNS)
     launch = Launch(
         gemm_variants.bias_variant(dtype, aligned, bias.dtype, gradient.dtype),
         (parts, index.num_experts),
-        launch_config.BIAS_THREADS,
+        gemm_config.BIAS_THREADS,
         _ADDRESSES,
         {
             "ld": columns,

@@ -8,34 +8,71 @@ import functools
 from dataclasses import dataclass
 
 from moeblaze_cupy.cuda.launch_config import (
-    ADDITION_ROWS,
-    ADDITION_ROWS_PER_SPLIT,
-    GEMM_BLOCKS,
-    GEMM_THREADS,
-    HOPPER_SPARE_BYTES,
-    HOPPER_STAGE_BYTES,
-    HOPPER_STAGES,
-    HOPPER_THREADS,
-    HOPPER_TILE_BYTES,
-    MAX_PANEL_COLUMNS,
-    MAX_WAVES,
-    ONE_PANEL_ELEMENTS,
+    GROUP_COLUMNS,
     PANEL_COLUMNS,
     RESERVED_BYTES,
-    SPLIT_ROWS,
-    SQUARE_ROWS,
-    SQUARE_SPARE_BYTES,
     SQUARE_TILE,
-    STAGE_BYTES,
-    STATIC_BYTES,
-    STEP_BYTES,
-    STEP_ROWS,
-    TILE_COLUMNS,
     TILE_ROWS,
-    WGRAD_SPARE_BYTES,
     DeviceLimits,
     ceil_div,
 )
+
+TILE_COLUMNS = 128  # BN of the portable GEMMs
+GEMM_THREADS = 128
+GEMM_BLOCKS = 2  # blocks of a portable GEMM that a multiprocessor has registers for
+STAGE_BYTES = 32 * 1024  # a stage of the portable GEMMs: BM x BK of A beside BK x BN of B
+STATIC_BYTES = 2048  # shared memory that a portable GEMM may declare beside its stages
+HOPPER_THREADS = 384  # a producer warpgroup and two of consumers
+HOPPER_STAGES = 3
+MAX_PANEL_COLUMNS = 2048  # greatest width of Hopper's panels
+ONE_PANEL_ELEMENTS = 2**24  # elements of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
+STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
+STEP_BYTES = 2 * STEP_ROWS  # a row in a stage, and so BK of e4m3
+HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
+HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
+HOPPER_SPARE_BYTES = 16 * 1024  # memory that an epilogue reads ahead into
+WGRAD_SPARE_BYTES = 4 * 1024  # the tokens of a weight gradient
+SQUARE_SPARE_BYTES = 9 * 1024  # a bias of a product's square tile for each of 12 warps
+SQUARE_ROWS = 8 * SQUARE_TILE  # an expert's average rows for which products have square tiles
+MAX_WAVES = 4  # waves of tiles of splits per launch, see split_k
+SPLIT_ROWS = 1024  # cost of a split's tile of float32 sums, in the time of a tile's rows
+ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # cost of adding the sums, in the same unit
+BIAS_COLUMNS, BIAS_ROWS = 64, 32  # bias_bwd.cu: columns per block, and rows at a time
+BIAS_THREADS = BIAS_COLUMNS // 8 * BIAS_ROWS  # 8 columns each
+TILES_THREADS = 1024  # threads of square_tiles.cu's one block
+RANK_EXPERTS_THREADS = 32  # threads of rank_experts.cu: a warp
+PARTS_GROUPS = 256  # groups of 8 columns per block of wgrad_parts.cu, a thread each
+
+_PORTABLE = {
+    "BM": TILE_ROWS,
+    "BN": TILE_COLUMNS,
+    "THREADS": GEMM_THREADS,
+    "BLOCKS_PER_MULTIPROCESSOR": GEMM_BLOCKS,
+    "STAGE_BYTES": STAGE_BYTES,
+}
+_HOPPER = {
+    "BM": TILE_ROWS,
+    "BN": PANEL_COLUMNS,
+    "BK": STEP_ROWS,
+    "THREADS": HOPPER_THREADS,
+    "STAGES": HOPPER_STAGES,
+    "STAGE_BYTES": HOPPER_STAGE_BYTES,
+    "TILE_BYTES": HOPPER_TILE_BYTES,
+    "SPARE_BYTES": HOPPER_SPARE_BYTES,
+}
+CONSTANTS = {
+    "grouped_gemm_sm80.cu": _PORTABLE | {"STATIC_BYTES": STATIC_BYTES},
+    "grouped_wgrad_sm80.cu": _PORTABLE,
+    # setmaxnreg moves registers from the producer's threads to the consumers'
+    "grouped_gemm_sm90.cu": _HOPPER
+    | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216, "GROUP_COLUMNS": GROUP_COLUMNS},
+    "grouped_wgrad_sm90.cu": _HOPPER
+    | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224, "SPARE_BYTES": WGRAD_SPARE_BYTES},
+    "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
+    "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+    "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
+    "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},
+}
 
 SHARED_WEIGHT_ROWS = 2 * TILE_ROWS  # rows of an expert on average, from which on CTAs share its weights
 CLUSTER_DEPTH = 4096  # number that an element sums over, from which on 2-CTA clusters pay
@@ -57,7 +94,7 @@ def count(number: int, noun: str) -> str:
 
 
 def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
-    """Returns the constants that differ from `kernel_constants` in a Hopper product of e4m3.
+    """Returns the constants that differ from `CONSTANTS` in a Hopper product of e4m3.
 
     A stage of as many bytes is twice as deep. The products that promote hold 64 more accumulators, and their producer
     is one thread. With rows that go to tokens another warp of the producer writes zeros.
@@ -67,7 +104,7 @@ def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
 
 
 def square_constants(consumer_registers: int) -> dict[str, int]:
-    """Returns the constants that differ from `kernel_constants` in a Hopper kernel with square tiles.
+    """Returns the constants that differ from `CONSTANTS` in a Hopper kernel with square tiles.
 
     There are three warpgroups of consumers. A stage has as many bytes: 192 and 192 rows or columns are 128 and 256.
     """

@@ -150,7 +150,7 @@ class PlacedFactor(NamedTuple):
         """Returns the sizes that the launch is given."""
         if tier == "sm80":
             return {"lora_stride": self.weight.expert_stride, "lora_ld": self.weight.ld, "ranks": self.ranks}
-        return {} if self.in_spare else {"lora_steps": launch_config.ceil_div(self.ranks, launch_config.STEP_ROWS)}
+        return {} if self.in_spare else {"lora_steps": launch_config.ceil_div(self.ranks, gemm_config.STEP_ROWS)}
 
     def maps(self, entry: str, columns: int, slots: int, box_rows: int, box_columns: int) -> dict[str, TensorMap]:
         """Returns the tensor maps of the rows, unless the kernel loads them itself, and of the factor's halves."""
@@ -277,7 +277,7 @@ def _variant(
 
 def _rows_map(operand: Operand, rows: int, box_rows: int) -> TensorMap:
     """Describes a row-major (rows, columns) array as (columns, rows, 1), in boxes of 128 bytes of columns."""
-    ld, columns = operand.ld, launch_config.STEP_BYTES // ITEMSIZE[operand.dtype]
+    ld, columns = operand.ld, gemm_config.STEP_BYTES // ITEMSIZE[operand.dtype]
     return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (columns, box_rows, 1))
 
 
@@ -286,7 +286,7 @@ def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int) ->
 
     box_columns: the columns of a box where k is contiguous.
     """
-    k_box = launch_config.STEP_BYTES // ITEMSIZE[weight.dtype]
+    k_box = gemm_config.STEP_BYTES // ITEMSIZE[weight.dtype]
     shape, box = ((k, n), (k_box, box_columns, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
     return TensorMap(weight.dtype, (*shape, weight.num_experts), (weight.ld, weight.expert_stride), box)
 
@@ -528,7 +528,7 @@ def configure_wgrad(
         return Wgrad(product, swapped, True, None, None)
     grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
-    maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, launch_config.STEP_ROWS)}
+    maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, gemm_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
     number = tiles * splits
     why = (*config.why, of_tiles, of_splits)
@@ -541,8 +541,8 @@ def configure_wgrad(
     product = launch(grid, {**operands, **packed, **schedule}, maps, why, split_k=True)
     add = Launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
-        (launch_config.ceil_div(M * N // 8, launch_config.PARTS_GROUPS), E, halves),
-        launch_config.PARTS_GROUPS,
+        (launch_config.ceil_div(M * N // 8, gemm_config.PARTS_GROUPS), E, halves),
+        gemm_config.PARTS_GROUPS,
         ("sums", "expert_token_offsets", "out0", "out1"),
         {"rows": M, "columns": N, **result, "halves": halves, "splits": splits, "accumulate": int(accumulate)},
         why=("adds the float32 sums of split-K in a fixed order",),

@@ -1,9 +1,10 @@
 """Row tiles of 192 rows, beside dispatch's of 128, for products in square tiles: kernels_cu/gemm/square_tiles.cu."""
 
-from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.cuda.runtime import Launch, Runtime
 from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
 from moeblaze_cupy.frameworks import Buffer
+from moeblaze_cupy.gemm import config as gemm_config
 
 ROW_TILES = LISTS.index("row_tiles")
 
@@ -13,7 +14,7 @@ def configure(index: IndexLayout) -> Launch:
     return Launch(
         loader.entry("square_tiles.cu", "square_tiles"),
         (1,),
-        launch_config.TILES_THREADS,
+        gemm_config.TILES_THREADS,
         ("expert_token_offsets", "row_tiles"),
         {"num_experts": index.num_experts},
         why=("lists row tiles of 192 rows, for products in tiles of 192 x 192",),

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
 from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, EXPERTS_BY_LOAD, IndexLayout
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.frameworks import Layout
+from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import products as grouped_gemm
 from moeblaze_cupy.gemm.biases import Bias
 from moeblaze_cupy.gemm.products import Operand, Summed, Weight, Wgrad
@@ -113,7 +114,7 @@ def configure_weights(
     if summed and each:
         experts = {"num_experts": index.num_experts, "each": each}
         addresses = "experts_by_load", "rank_experts"
-        entry, threads = loader.entry("rank_experts.cu", "rank_experts"), launch_config.RANK_EXPERTS_THREADS
+        entry, threads = loader.entry("rank_experts.cu", "rank_experts"), gemm_config.RANK_EXPERTS_THREADS
         rank_experts = Launch(entry, (summed.num_others + 1,), threads, addresses, experts)
     in_e4m3 = fp8.configure_dequantize(arrays.grad_out), fp8.configure_dequantize(x)
     return Weights(

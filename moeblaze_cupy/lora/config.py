@@ -1,10 +1,25 @@
 """Launch geometry of low-rank factors: pure functions of shapes and device limits; see `launch_config`."""
 
-from moeblaze_cupy.cuda.launch_config import LORA_COLUMNS, LORA_ROWS, LORA_STAGES, DeviceLimits, ceil_div
+from moeblaze_cupy.cuda.launch_config import TILE_ROWS, DeviceLimits, ceil_div
+
+LORA_PACK_THREADS = 256  # threads per block of lora_pack.cu and lora_sums.cu
+LORA_PACK_TILE = 16 * LORA_PACK_THREADS  # elements per block of lora_pack.cu
+LORA_SUMS_TILE = 8 * LORA_PACK_THREADS  # elements per block of lora_sums.cu
+LORA_THREADS = 128  # threads per block of lora_rows.cu and lora_gram.cu
+LORA_STAGES = 3  # more would leave room for fewer blocks
+LORA_ROWS = TILE_ROWS // 2  # rows per block of lora_rows.cu
+LORA_COLUMNS = 128  # columns per block of lora_gram.cu
 
 LINE_BYTES = 128  # of a row in shared memory
 MIN_CHUNK, MAX_CHUNK = 8, 12  # rows of a chunk, as powers of two
 CHUNK_BLOCKS = 8  # blocks of lora_gram.cu per multiprocessor, for a last wave that counts little
+
+CONSTANTS = {
+    "lora_pack.cu": {"THREADS": LORA_PACK_THREADS, "TILE": LORA_PACK_TILE},
+    "lora_rows.cu": {"THREADS": LORA_THREADS, "ROWS": LORA_ROWS, "STAGES": LORA_STAGES},
+    "lora_gram.cu": {"THREADS": LORA_THREADS, "STAGES": LORA_STAGES},
+    "lora_sums.cu": {"THREADS": LORA_PACK_THREADS, "TILE": LORA_SUMS_TILE},
+}
 
 
 def padded(rank: int) -> int:

@@ -9,7 +9,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.launch_config import DeviceLimits, ceil_div
 from moeblaze_cupy.cuda.loader import ELEMENTS, Variant, variant_of
 from moeblaze_cupy.cuda.runtime import Launch, Runtime
@@ -125,7 +124,7 @@ def _pack_launch(layout: Layout, dtype: str, experts: _Dimension, rows: _Dimensi
         lines, batches = experts, rows
     strides = [n.stride for n in (batches, lines, columns) if n is not along]
     vector = along.stride == 1 and is_aligned((layout.misalignment,), (along.size, *strides))
-    tile = launch_config.LORA_PACK_TILE
+    tile = config.LORA_PACK_TILE
     most = tile // config.block_ranks(lines.out_size, 64 if along_lines else 16)
     tile_columns, tile_lines, shifts = config.tile(columns.out_size, most, tile)
     tiles = batches.out_size * ceil_div(lines.out_size, tile_lines) * ceil_div(columns.out_size, tile_columns)
@@ -134,7 +133,7 @@ def _pack_launch(layout: Layout, dtype: str, experts: _Dimension, rows: _Dimensi
     scalars |= {"batch_stride": batches.stride, "line_stride": lines.stride, "column_stride": columns.stride}
     scalars |= {"out_batch_stride": batches.out_stride, "out_line_stride": lines.out_stride}
     scalars |= dict(zip(("column_shift", "line_shift"), shifts, strict=True))
-    variant, threads = pack_variant(dtype, layout.dtype, vector), launch_config.LORA_PACK_THREADS
+    variant, threads = pack_variant(dtype, layout.dtype, vector), config.LORA_PACK_THREADS
     return Launch(variant, (tiles,), threads, ("factor", "out"), scalars)
 
 
@@ -189,7 +188,7 @@ def configure_rows(
     product = Launch(
         product_variant("lora_rows.cu", entry, rows.dtype, aligned, gathers, COLUMNS=columns),
         (2 * index.max_row_tiles, ceil_div(ranks, columns)),
-        launch_config.LORA_THREADS,
+        config.LORA_THREADS,
         _ROWS,
         {
             "ld": rows.ld,
@@ -281,19 +280,19 @@ def _gradient(
     sizes = {"columns": columns, "ranks": ranks, "chunk_shift": shift}
     gram = Launch(
         product_variant("lora_gram.cu", entry, dtype, aligned, gathers, RANKS=block),
-        (chunks, ceil_div(columns, launch_config.LORA_COLUMNS), ceil_div(ranks, block)),
-        launch_config.LORA_THREADS,
+        (chunks, ceil_div(columns, config.LORA_COLUMNS), ceil_div(ranks, block)),
+        config.LORA_THREADS,
         _GRAM,
         {"ld": rows.ld, "num_experts": E, **sizes},
         config.gram_shared_bytes(block),
         why=(why,),
     )
     outputs = E if len(view.layout.shape) == 3 else 1
-    tile_ranks, tile_columns, shifts = config.tile(ranks, 32, launch_config.LORA_SUMS_TILE)
+    tile_ranks, tile_columns, shifts = config.tile(ranks, 32, config.LORA_SUMS_TILE)
     sums = Launch(
         sums_variant(view.layout.dtype, (columns if ranks_first else view.rank) % 8 == 0),
         (ceil_div(columns, tile_columns), ceil_div(ranks, tile_ranks), outputs),
-        launch_config.LORA_PACK_THREADS,
+        config.LORA_PACK_THREADS,
         ("parts", "expert_token_offsets", "out"),
         {
             **sizes,

@@ -4,6 +4,7 @@ import math
 
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch, cached
+from moeblaze_cupy.quantised import config as quantised_config
 from moeblaze_cupy.reference.quantised import MXFP4_BLOCK, NF4_BLOCK
 from moeblaze_cupy.types import QuantizedWeight
 
@@ -43,11 +44,11 @@ def configure(form: str, shape: tuple[int, int, int], block: tuple[int, int] | N
     """
     E, K, N = shape
     rows, columns = block or (1, K)
-    chunk = launch_config.DECODE_THREADS * launch_config.DECODE_STEPS * 8
+    chunk = quantised_config.DECODE_THREADS * quantised_config.DECODE_STEPS * 8
     return Launch(
         _variant(form, scale),
         (launch_config.ceil_div(N * K, chunk), E),
-        launch_config.DECODE_THREADS,
+        quantised_config.DECODE_THREADS,
         ADDRESSES,
         {
             "size": N * K,

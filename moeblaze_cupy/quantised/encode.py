@@ -3,6 +3,7 @@
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch, cached
 from moeblaze_cupy.frameworks import Layout
+from moeblaze_cupy.quantised import config as quantised_config
 from moeblaze_cupy.quantised.decode import FORMATS, scales_of_expert
 
 ADDRESSES = ("weight", "data", "scales")
@@ -18,7 +19,7 @@ def configure(form: str, weight: Layout, block: tuple[int, int] | None) -> Launc
     E, K, N = weight.shape
     rows, columns = block or (1, K)
     scales = scales_of_expert(form, K, N, (rows, columns))
-    threads = launch_config.ENCODE_THREADS
+    threads = quantised_config.ENCODE_THREADS
     of_block = {"int8": threads // 32, "e4m3": 1}.get(form, threads)  # scales
     expert_stride, element_stride, row_stride = weight.strides
     return Launch(

@@ -2,14 +2,26 @@
 
 from dataclasses import dataclass
 
-from moeblaze_cupy.cuda.launch_config import (
-    DEFAULT_SHARED_BYTES,
-    ROUTER_LANE_K,
-    ROUTER_LISTED,
-    ROUTER_LISTED_ROW,
-    ROUTER_SUM_BLOCKS,
-    ceil_div,
-)
+from moeblaze_cupy.cuda.launch_config import DEFAULT_SHARED_BYTES, ceil_div
+
+MAX_ROUTER_EXPERTS = 4096
+MAX_ROUTER_K = 64
+ROUTER_SUM_BLOCKS = 528  # most blocks with sums or groups: what an H200 holds at once; fixed, so that sums repeat
+ROUTER_SUM_ROWS = 32  # rows of the blocks' sums that are added side by side
+ROUTER_LISTED = 64  # keys of a token that are ranked by pairs
+ROUTER_LANE_K = 8  # experts that one lane chooses and weighs, at most
+ROUTER_LISTED_ROW = 208  # bytes: 24 entries that such a lane chooses from, and their number
+
+CONSTANTS = {
+    "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
+    "router_lane.cu": {
+        "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
+        "MAX_LISTED": ROUTER_LISTED,
+        "LISTED_ROW_BYTES": ROUTER_LISTED_ROW,
+    },
+    "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},
+    "router_sums.cu": {"ROWS_AT_ONCE": ROUTER_SUM_ROWS},
+}
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
     add = Launch(
         loader.entry("router_sums.cu", "router_sums"),
         (launch_config.ceil_div(E + 2, 32), number),
-        32 * launch_config.ROUTER_SUM_ROWS,
+        32 * router_config.ROUTER_SUM_ROWS,
         ADDED,
         {name: scalars[name] for name in ("L", "num_experts", "tokens_per_block", "num_sequences")},
         overlaps=not idle,

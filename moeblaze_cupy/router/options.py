@@ -10,6 +10,7 @@ import numpy as np
 from moeblaze_cupy import checks
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.frameworks import CPU, Array
+from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.types import SCORES, SHARES, SUMS
 
 
@@ -136,15 +137,15 @@ def _wide(logits: Array) -> str:
 def _logits(function: str, logits: Array) -> None:
     checks.shape(function, "logits", logits, "L, E", (None, None))
     _array(function, "logits", logits, checks.floats(logits))
-    if not 1 <= logits.shape[1] <= launch_config.MAX_ROUTER_EXPERTS:
-        experts = f"1 to {launch_config.MAX_ROUTER_EXPERTS} experts"
+    if not 1 <= logits.shape[1] <= router_config.MAX_ROUTER_EXPERTS:
+        experts = f"1 to {router_config.MAX_ROUTER_EXPERTS} experts"
         raise checks.bad_value(function, "logits", experts, logits.shape[1])
 
 
 def _k(function: str, argument: str, k: int, E: int) -> None:
-    limit = min(E, launch_config.MAX_ROUTER_K)
+    limit = min(E, router_config.MAX_ROUTER_K)
     if not 1 <= k <= limit:
-        expected = f"1 to {limit} (E = {E} experts, at most {launch_config.MAX_ROUTER_K})"
+        expected = f"1 to {limit} (E = {E} experts, at most {router_config.MAX_ROUTER_K})"
         raise checks.bad_value(function, argument, expected, k)
 
 

@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch
+from moeblaze_cupy.dispatch.config import SLOTS_PER_BLOCK
 from moeblaze_cupy.dispatch.launches import IndexLayout
 from moeblaze_cupy.frameworks import Layout
+from moeblaze_cupy.rows import config as rows_config
 
 # Of the kernels that sum over slots, also of push.cu, which reads the last two and has no out, offsets and source.
 SUM_ADDRESSES = ("panel", "token_index_map", "weights", "out", "token_offsets", "source", "peers", "needed")
@@ -55,10 +57,10 @@ def aggregate(
         if plain
         else loader.entry("slots.cu", f"aggregate_slots_{dtype}_{scaled_by}{suffix}"),
         (
-            launch_config.ceil_div(index.num_tokens, launch_config.AGGREGATE_TOKENS),
+            launch_config.ceil_div(index.num_tokens, rows_config.AGGREGATE_TOKENS),
             launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS),
         ),
-        32 * launch_config.AGGREGATE_TOKENS,
+        32 * rows_config.AGGREGATE_TOKENS,
         SUM_ADDRESSES,
         sizes,
         why=(_accesses(aligned),),
@@ -81,8 +83,8 @@ def identity_weights(index: IndexLayout, x: Layout, grad_out: Layout, weights_dt
     aligned = d % 8 == 0 and not (x.misalignment or grad_out.misalignment)
     return Launch(
         loader.entry("slots.cu", f"identity_weights_{x.dtype}_{weights_dtype}{'' if aligned else '_unaligned'}"),
-        (launch_config.ceil_div(L, launch_config.AGGREGATE_TOKENS),),
-        32 * launch_config.AGGREGATE_TOKENS,
+        (launch_config.ceil_div(L, rows_config.AGGREGATE_TOKENS),),
+        32 * rows_config.AGGREGATE_TOKENS,
         ("x", "grad_out", "token_index_map", "token_offsets", "grad_weights"),
         {"L": L, "k": index.k or 0, "d": d},
         why=(_accesses(aligned),),
@@ -118,6 +120,6 @@ def weights_by_row(index: IndexLayout, dtype: str) -> Launch:
 def _per_slot(
     index: IndexLayout, entry: str, addresses: tuple[str, ...], scalars: dict[str, int], source: str = "aggregation.cu"
 ) -> Launch:
-    grid = (launch_config.ceil_div(index.num_slots, launch_config.SLOTS_PER_BLOCK),)
+    grid = (launch_config.ceil_div(index.num_slots, SLOTS_PER_BLOCK),)
     variant = loader.entry(source, entry)
-    return Launch(variant, grid, launch_config.SLOTS_PER_BLOCK, addresses, {"num_slots": index.num_slots, **scalars})
+    return Launch(variant, grid, SLOTS_PER_BLOCK, addresses, {"num_slots": index.num_slots, **scalars})

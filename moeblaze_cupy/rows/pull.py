@@ -7,6 +7,7 @@ multiple of 8.
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch, cached
 from moeblaze_cupy.frameworks import ITEMSIZE
+from moeblaze_cupy.rows import config as rows_config
 
 
 def _suffix(ids_dtype: str, dtype: str) -> str:
@@ -29,8 +30,8 @@ def pull_slots(
     num_rows = P * rows_per_peer
     return Launch(
         loader.entry("pull.cu", f"pull_slots_{_suffix(ids_dtype, dtype)}"),
-        (launch_config.ceil_div(num_rows, launch_config.PULL_SLOT_ROWS),),
-        launch_config.PULL_THREADS,
+        (launch_config.ceil_div(num_rows, rows_config.PULL_SLOT_ROWS),),
+        rows_config.PULL_THREADS,
         ("peers", "local_ids", "weights", "needed"),
         {
             "ids_offset": ids_offset,
@@ -49,8 +50,8 @@ def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> La
     """Pulls rows. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), where unneeded rows stay."""
     return Launch(
         loader.entry("pull.cu", "pull_rows"),
-        (launch_config.pull_blocks(P * rows_per_peer, d * ITEMSIZE[dtype]),),
-        launch_config.PULL_THREADS,
+        (rows_config.pull_blocks(P * rows_per_peer, d * ITEMSIZE[dtype]),),
+        rows_config.PULL_THREADS,
         ("peers", "needed", "out"),
         {"offset": offset, "P": P, "rows_per_peer": rows_per_peer, "pieces": d * ITEMSIZE[dtype] // 16},
     )
@@ -62,8 +63,8 @@ def pull_scaled_rows(P: int, rows_per_peer: int, d: int, offset: int, scales_off
     sizes = {"P": P, "rows_per_peer": rows_per_peer, "pieces": d // 16}
     return Launch(
         loader.entry("pull.cu", "pull_scaled_rows"),
-        (launch_config.pull_blocks(P * rows_per_peer, d),),
-        launch_config.PULL_THREADS,
+        (rows_config.pull_blocks(P * rows_per_peer, d),),
+        rows_config.PULL_THREADS,
         ("peers", "needed", "out", "scales"),
         {"offset": offset, "scales_offset": scales_offset, **sizes},
     )
@@ -80,10 +81,10 @@ def pull_sum(
     return Launch(
         loader.entry("pull.cu", f"pull_sum_{dtype}_{ids_dtype}"),
         (
-            launch_config.ceil_div(L, launch_config.AGGREGATE_TOKENS),
+            launch_config.ceil_div(L, rows_config.AGGREGATE_TOKENS),
             launch_config.ceil_div(d, launch_config.PANEL_COLUMNS),
         ),
-        32 * launch_config.AGGREGATE_TOKENS,
+        32 * rows_config.AGGREGATE_TOKENS,
         ("peers", "ids", "out"),
         {
             "offset": offset,
@@ -107,8 +108,8 @@ def pull_values(
     """
     return Launch(
         loader.entry("pull.cu", f"pull_values_{_suffix(ids_dtype, dtype)}"),
-        (launch_config.ceil_div(num_slots, launch_config.PULL_THREADS),),
-        launch_config.PULL_THREADS,
+        (launch_config.ceil_div(num_slots, rows_config.PULL_THREADS),),
+        rows_config.PULL_THREADS,
         ("peers", "ids", "out"),
         {
             "offset": offset,

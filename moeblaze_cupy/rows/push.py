@@ -6,6 +6,7 @@ from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.runtime import Launch
 from moeblaze_cupy.dispatch.launches import IndexLayout
 from moeblaze_cupy.frameworks import Framework
+from moeblaze_cupy.rows import config as rows_config
 from moeblaze_cupy.rows.aggregation import SUM_ADDRESSES
 
 
@@ -58,11 +59,11 @@ def push_sum(
     first_column are multiples of 8.
     """
     P = index.num_tokens // place.rows_per_peer
-    blocks_per_peer = launch_config.ceil_div(place.rows_per_peer, launch_config.AGGREGATE_TOKENS)
+    blocks_per_peer = launch_config.ceil_div(place.rows_per_peer, rows_config.AGGREGATE_TOKENS)
     return Launch(
         loader.entry("push.cu", f"push_sum_{dtype}_{weights_dtype or 'float32'}"),
         (P * blocks_per_peer, launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS)),
-        32 * launch_config.AGGREGATE_TOKENS,
+        32 * rows_config.AGGREGATE_TOKENS,
         SUM_ADDRESSES,
         {
             **place._asdict(),

@@ -10,9 +10,9 @@ from typing import Any
 
 from moeblaze_cupy import checks, overlaps, reference
 from moeblaze_cupy.calls import Call, Lookup, graph_break
-from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.reference import selection as reference_selection
 from moeblaze_cupy.selection import balance
+from moeblaze_cupy.selection import config as selection_config
 from moeblaze_cupy.selection import launches as selection
 from moeblaze_cupy.selection.launches import Sequences
 from moeblaze_cupy.types import CAPACITY_ORDERS, ROUNDINGS, SCORES
@@ -161,8 +161,8 @@ def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nea
     look = Lookup(function, (tile, rounding), ("scores", "ids"), (scores, ids))
     if look.record is None:
         checks.one_of(function, "rounding", rounding, ROUNDINGS)
-        if not 1 <= tile <= launch_config.MAX_TILE:
-            raise checks.bad_value(function, "tile", f"1 to {launch_config.MAX_TILE} tokens", tile)
+        if not 1 <= tile <= selection_config.MAX_TILE:
+            raise checks.bad_value(function, "tile", f"1 to {selection_config.MAX_TILE} tokens", tile)
         call = look.begin(required=2, counts=True)
         d = call.described
         checks.columns(function, "scores", d["scores"], checks.floats(d["scores"]))
@@ -241,8 +241,8 @@ def quantile_histogram(
         checks.dtype(function, "histogram", d["histogram"], ("int32",))
         checks.contiguous(function, "histogram", d["histogram"])
         bins = d["histogram"].shape[1]
-        if not 1 <= bins <= launch_config.MAX_BINS:
-            raise checks.bad_value(function, "histogram", f"1 to {launch_config.MAX_BINS} bins", bins)
+        if not 1 <= bins <= selection_config.MAX_BINS:
+            raise checks.bad_value(function, "histogram", f"1 to {selection_config.MAX_BINS} bins", bins)
         overlaps.apart(function, {name: d[name] for name in names[:-1]}, {"histogram": d["histogram"]})
         if call.on_cpu:
             call.on_host(reference.quantile_histogram, score=score)

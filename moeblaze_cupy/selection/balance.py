@@ -26,7 +26,7 @@ def configure_counts(ids: Layout, num_experts: int, sequences: Sequences, limits
     L, k = ids.shape
     if L == 0:
         return None
-    fewest, threads = launch_config.ceil_div(4096, k), launch_config.COUNT_THREADS
+    fewest, threads = launch_config.ceil_div(4096, k), selection_config.COUNT_THREADS
     blocks, longest = 4 * limits.multiprocessors, sequences.longest(L)
     parts = selection_config.parts_of_sequence(sequences.number, longest, blocks, fewest, longest)
     count = Launch(
@@ -75,7 +75,7 @@ def configure_quantiles(logits: Layout, ids: Layout, bins: int, score: str, limi
     L, E = logits.shape
     if L == 0:
         return None
-    threads, columns = launch_config.COUNT_THREADS, selection_config.quantile_columns(bins)
+    threads, columns = selection_config.COUNT_THREADS, selection_config.quantile_columns(bins)
     groups, kind = launch_config.ceil_div(E, columns), SCORES.index(score)
     lines = Launch(
         loader.entry("balance.cu", f"quantile_lines_{logits.dtype}_{ids.dtype}"),

@@ -48,13 +48,13 @@ class ListPairs:
 def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask: bool = False) -> ListPairs:
     """Returns the launches that list the set pairs of (L, E), at most num_pairs."""
     row_words = launch_config.ceil_div(num_experts, 32)
-    num_words, threads = num_tokens * row_words, launch_config.PAIRS_THREADS
+    num_words, threads = num_tokens * row_words, selection_config.PAIRS_THREADS
     shift = selection_config.pairs_block_shift(num_tokens, row_words)
     blocks = max(1, launch_config.ceil_div(num_tokens, 1 << shift))
     of_blocks = {"num_words": num_words, "row_words": row_words, "block_shift": shift}
     pack = Launch(
         loader.entry("pairs.cu", "mask_bits"),
-        (max(1, min(8 * launch_config.PAIRS_BLOCKS, launch_config.ceil_div(num_words, threads // 32))),),
+        (max(1, min(8 * selection_config.PAIRS_BLOCKS, launch_config.ceil_div(num_words, threads // 32))),),
         threads,
         ("mask", "taken"),
         {"L": num_tokens, "num_experts": num_experts},
@@ -127,7 +127,7 @@ def _configure(
     L, E = scores.shape
     if L == 0:
         return None
-    groups, S, threads = launch_config.ceil_div(E, 32), sequences.number, launch_config.SELECT_THREADS
+    groups, S, threads = launch_config.ceil_div(E, 32), sequences.number, selection_config.SELECT_THREADS
     blocks = max(1, limits.multiprocessors // groups)  # each has a multiprocessor to itself, for its shared memory
     longest = sequences.longest(L)
     parts = selection_config.parts_of_sequence(S, longest, blocks, 256, longest)
@@ -152,9 +152,9 @@ def _configure(
     )
     of_choice = (1, S * E) if choose else (0, 0)
     bits = (*inputs, "taken", "candidates", "list", "listed", "block_counts")
-    split_bytes = launch_config.SPLIT_SHARED_BYTES
-    finish_threads = launch_config.FINISH_THREADS
-    finish_bytes = launch_config.FINISH_SHARED_BYTES + 4 * launch_config.PAIRS_BLOCKS
+    split_bytes = selection_config.SPLIT_SHARED_BYTES
+    finish_threads = selection_config.FINISH_THREADS
+    finish_bytes = selection_config.FINISH_SHARED_BYTES + 4 * selection_config.PAIRS_BLOCKS
     return Select(
         num_columns=S * E,
         zeros=Zeros.of(RESERVED, S * E << width, S * groups, S * E, pairs.blocks, *of_choice),
@@ -181,7 +181,7 @@ def configure_round_tokens(
     scores: Layout, ids: Layout, tile: int, rounding: str, num_pairs: int, limits: DeviceLimits
 ) -> Select | None:
     """Returns the launches for scores (L, E) and ids (L, k), or None without tokens."""
-    (L, E), k, threads = scores.shape, ids.shape[1], launch_config.SELECT_THREADS
+    (L, E), k, threads = scores.shape, ids.shape[1], selection_config.SELECT_THREADS
     parts = selection_config.parts_of_sequence(1, L, 2 * limits.multiprocessors, 256, max(L, 1))
     bits = Launch(
         loader.entry("selection.cu", f"chosen_bits_{ids.dtype}"),
@@ -274,10 +274,10 @@ def configure_capacity(
     limits: DeviceLimits,
 ) -> Capacity | None:
     """Returns the launches for ids (L, k), or None without tokens. values: dtype of the weights or priorities."""
-    (L, k), E, S, threads = ids.shape, num_experts, sequences.number, launch_config.SELECT_THREADS
+    (L, k), E, S, threads = ids.shape, num_experts, sequences.number, selection_config.SELECT_THREADS
     if L == 0:
         return None
-    most = max(1, launch_config.PART_COUNTS // k)
+    most = max(1, selection_config.PART_COUNTS // k)
     longest, fewest = sequences.longest(L), launch_config.ceil_div(4096, k)
     parts = selection_config.parts_of_sequence(S, longest, limits.multiprocessors, min(fewest, most), most)
     sizes = {"L": L, "k": k, "num_experts": E, "num_sequences": S, "parts": parts}
@@ -328,10 +328,10 @@ def configure_capacity(
         finish=Launch(
             loader.entry("capacity.cu", "capacity_finish"),
             (S * E,),
-            launch_config.FINISH_THREADS,
+            selection_config.FINISH_THREADS,
             outputs,
             {"L": L, "k": k, "num_experts": E, "num_sequences": S, "order": keys["order"], "width": width},
-            launch_config.FINISH_SHARED_BYTES,
+            selection_config.FINISH_SHARED_BYTES,
             overlaps=True,
         ),
     )

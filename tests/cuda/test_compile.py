@@ -18,11 +18,15 @@ import moeblaze_cupy as mb
 from bench import nvrtc
 from bench.machine_code import code_sections
 from moeblaze_cupy.cuda import launch_config, loader, structs
+from moeblaze_cupy.fp8 import config as fp8_config
 from moeblaze_cupy.frameworks import Layout
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import variants as gemm_variants
+from moeblaze_cupy.lora import config as lora_config
+from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.router.options import RouterOptions
+from moeblaze_cupy.rows import config as rows_config
 from moeblaze_cupy.tools import variants as all_variants
 from moeblaze_cupy.types import ACTIVATIONS, WEIGHT_FORMATS
 
@@ -201,13 +205,13 @@ def static_shared_cap(variant, limits) -> int:
         if variant.source == "grouped_gemm_sm90.cu" and ("BM", "192") in variant.macros:
             config = gemm_config.square_gemm(("EPILOGUE", "ActivatePairs") in variant.macros)
         return limits.shared_bytes_per_block - config.shared_bytes
-    arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 33 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
-    arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
-    arrays["square_tiles.cu"] = 4 * (launch_config.TILES_THREADS + launch_config.TILES_THREADS // 32)
+    arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 33 * router_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
+    arrays["pull.cu"] = 4 * rows_config.PULL_SLOT_ROWS
+    arrays["square_tiles.cu"] = 4 * (gemm_config.TILES_THREADS + gemm_config.TILES_THREADS // 32)
     arrays["decode.cu"] = 4 * 16 * 32  # a table for each bank
-    for name, tile in (("pack", launch_config.LORA_PACK_TILE), ("sums", launch_config.LORA_SUMS_TILE)):
+    for name, tile in (("pack", lora_config.LORA_PACK_TILE), ("sums", lora_config.LORA_SUMS_TILE)):
         arrays[f"lora_{name}.cu"] = 4 * (tile + tile // 32)
-    arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
+    arrays["quantize.cu"] = fp8_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
 

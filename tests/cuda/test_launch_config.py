@@ -52,10 +52,10 @@ def test_only_hopper_leaves_the_portable_tier(limits):
 )
 def test_pipeline_depth_leaves_room_for_the_second_block(limits, stages, blocks):
     assert gemm_config.gemm_stages(limits) == stages
-    shared_bytes = stages * launch_config.STAGE_BYTES
+    shared_bytes = stages * gemm_config.STAGE_BYTES
     assert shared_bytes + STATIC_BYTES <= limits.shared_bytes_per_block
     assert resident_blocks(limits, shared_bytes) == blocks
-    deeper = (stages + 1) * launch_config.STAGE_BYTES
+    deeper = (stages + 1) * gemm_config.STAGE_BYTES
     assert resident_blocks(limits, deeper) < blocks or deeper + STATIC_BYTES > limits.shared_bytes_per_block
 
 
@@ -86,7 +86,7 @@ def test_gemm_configuration(limits, split, aligned, dtype):
 def test_forcing_the_portable_tier_takes_its_configuration_on_hopper():
     limits = dataclasses.replace(H200, tier=launch_config.tier(90, "sm80"))
     config = gemm_config.gemm("bfloat16", True, False, limits)
-    assert (config.tier, config.stages, config.shared_bytes) == ("sm80", 3, 3 * launch_config.STAGE_BYTES)
+    assert (config.tier, config.stages, config.shared_bytes) == ("sm80", 3, 3 * gemm_config.STAGE_BYTES)
 
 
 @given(counts=st.lists(st.integers(0, 1000), min_size=1, max_size=50), absent=st.integers(0, 300))
@@ -202,7 +202,7 @@ def test_tiles_of_weight_gradients_are_those_with_fewer_elements_past_the_edges(
     assert gemm_config.wgrad_tiles(rows, columns, 2, square) == 2 * computed(*tile) // math.prod(tile)
     assert config.threads == (512 if square else 384)
     assert config.shared_bytes <= H200.shared_bytes_per_block
-    constants = launch_config.kernel_constants("grouped_wgrad_sm90.cu")
+    constants = loader.kernel_constants("grouped_wgrad_sm90.cu")
     constants |= gemm_config.square_constants(152) if square else {}
     assert tile == (constants["BM"], constants["BN"]) and config.threads == constants["THREADS"]
     spare = constants["STAGES"] * constants["STAGE_BYTES"] + constants["TILE_BYTES"]
@@ -221,7 +221,7 @@ def test_square_tiles_of_products_are_those_that_compute_fewer_columns(widths, r
 @pytest.mark.parametrize("pairs", [False, True])
 def test_square_tiles_of_products(pairs):
     config = gemm_config.square_gemm(pairs)
-    constants = launch_config.kernel_constants("grouped_gemm_sm90.cu")
+    constants = loader.kernel_constants("grouped_gemm_sm90.cu")
     constants |= gemm_config.square_product_constants("ActivatePairs" if pairs else "StoreRows")
     assert (config.tile_rows, config.tile_columns) == (192, 96 if pairs else 192) and config.threads == 512
     assert config.tile_columns == constants["TILE_COLUMNS"] and config.threads == constants["THREADS"]
@@ -268,7 +268,7 @@ def check_dispatch(num_slots, num_experts, limits):
     assert config.part_slots % config.columns == 0 and config.part_slots // config.columns % 4 == 2
     assert config.part_slots < 65536  # places in a part, and sums of two counters in one word
     assert config.route_threads in (512, 1024) and config.route_threads >= 32 + config.columns
-    assert config.columns * (num_experts + 1) // 8 <= launch_config.HELD_PIECES * config.route_threads
+    assert config.columns * (num_experts + 1) // 8 <= dispatch_config.HELD_PIECES * config.route_threads
     assert config.counted_together in (1, 2) and config.count_threads in (512, 1024)
     assert config.count_columns in (4, 8, 16, 32)
     assert config.count_shared_bytes == 4 * config.counted_together * config.count_columns * (num_experts + 1)
@@ -336,7 +336,7 @@ def test_two_blocks_of_dispatch_fit_a_multiprocessor():
 
 @pytest.mark.parametrize("source", loader.sources())
 def test_every_kernel_source_has_constants(source):
-    constants = launch_config.kernel_constants(source)
+    constants = loader.kernel_constants(source)
     assert constants and all(isinstance(value, int) and value > 0 for value in constants.values())
 
 
@@ -347,7 +347,7 @@ def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
         config = gemm_config.gemm("bfloat16", True, split, limits)
         options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True}
         variant = gemm_variants.gemm_variant(entry, **options, tier=config.tier, stages=config.stages)
-        given = launch_config.kernel_constants(variant.source) | dict(variant.macros)
+        given = loader.kernel_constants(variant.source) | dict(variant.macros)
         assert int(given["TILE_COLUMNS"]) == config.tile_columns
         assert given["THREADS"] == config.threads
         assert int(given["STAGES"]) == config.stages
@@ -357,8 +357,8 @@ def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
 
 @given(
     st.integers(0, 2**21),
-    st.integers(1, launch_config.MAX_ROUTER_EXPERTS),
-    st.integers(1, launch_config.MAX_ROUTER_K),
+    st.integers(1, router_config.MAX_ROUTER_EXPERTS),
+    st.integers(1, router_config.MAX_ROUTER_K),
     st.sampled_from([2, 4]),
     st.fixed_dictionaries(
         dict.fromkeys(("aligned", "selects", "sums", "biased", "cut", "over_row", "narrow"), st.booleans())
@@ -372,13 +372,13 @@ def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups)
     assert config.blocks * config.tokens_per_block >= L and (config.blocks - 1) * config.tokens_per_block <= L
     assert config.tokens_per_block % (config.threads // config.lanes) == 0 and config.threads % 32 == 0
     assert config.shared_bytes <= launch_config.DEFAULT_SHARED_BYTES or config.threads == 32
-    assert not options["sums"] or config.blocks <= launch_config.ROUTER_SUM_BLOCKS
+    assert not options["sums"] or config.blocks <= router_config.ROUTER_SUM_BLOCKS
     if config.lane_k:
-        assert config.lane_k == k <= launch_config.ROUTER_LANE_K and options["selects"] and not options["cut"]
+        assert config.lane_k == k <= router_config.ROUTER_LANE_K and options["selects"] and not options["cut"]
         assert config.values <= 32 and bool(config.group_lanes) == bool(number)
         if config.lanes > 1:  # rows of 32 tokens, a warp's share
             assert config.tokens_per_block % 32 == 0 and config.threads // config.lanes <= 32
-            assert config.shared_bytes >= 32 * launch_config.ROUTER_LISTED_ROW
+            assert config.shared_bytes >= 32 * router_config.ROUTER_LISTED_ROW
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from moeblaze_cupy.cuda.runtime import Launch
 from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.frameworks import ITEMSIZE, Layout
+from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.layer import backward
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.reference import selection as reference_selection
@@ -22,6 +23,7 @@ from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.router.options import RouterOptions
 from moeblaze_cupy.rows import api as rows
 from moeblaze_cupy.selection import balance
+from moeblaze_cupy.selection import config as selection_config
 from moeblaze_cupy.selection import launches as selection
 from moeblaze_cupy.types import (
     CAPACITY_ORDERS,
@@ -123,7 +125,7 @@ def of_selections(draw, limits):
     if pairs <= MAX_SLOTS:
         found.append(selection.configure_round_tokens(scores, ids, tile, rounding, pairs, limits))
     found.append(selection.configure_pairs(L, E, draw.one(0, 1, MAX_SLOTS), True))
-    bins = draw.one(1, 2, 1000, launch_config.MAX_BINS)
+    bins = draw.one(1, 2, 1000, selection_config.MAX_BINS)
     found.append(balance.configure_quantiles(scores, ids, bins, draw.one(*SCORES), limits))
     P, d = draw.one(1, 2, 8, 64), draw.one(*SIZES)
     found.append(rows._configure(draw.tokens(P, 4 * d), P, d, dtype, draw.one(0, ITEMSIZE[dtype])))
@@ -205,7 +207,7 @@ def problems(launch, limits):
         yield f"grid {launch.blocks}"
     if not 1 <= launch.threads <= 1024 or launch.threads % 32:
         yield f"{launch.threads} threads"
-    static = launch_config.STATIC_BYTES if launch.variant.source.endswith("_sm80.cu") else 0
+    static = gemm_config.STATIC_BYTES if launch.variant.source.endswith("_sm80.cu") else 0
     if not 0 <= launch.shared_bytes + static <= limits.shared_bytes_per_block:
         yield f"{launch.shared_bytes} bytes of shared memory"
     params = launch.params

@@ -11,11 +11,11 @@ import pytest
 import moeblaze_cupy as mb
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy import reference
-from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.runtime import Runtime
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.fp8 import rows as fp8_rows
 from moeblaze_cupy.rows import api as mb_rows
+from moeblaze_cupy.rows import config as rows_config
 from moeblaze_cupy.rows import pull
 from moeblaze_cupy.types import Fp8Rows
 from tests.cases import Case
@@ -93,7 +93,7 @@ def test_rows_of_peers(d):
 def test_launches():
     far = 5 << 32
     rows = pull.pull_scaled_rows(2, 100_000, 4096, far, far + 64)
-    assert rows.grid == (launch_config.PULL_BLOCKS,) and pull.pull_scaled_rows(2, 9999, 512, 0, 64).grid == (512,)
+    assert rows.grid == (rows_config.PULL_BLOCKS,) and pull.pull_scaled_rows(2, 9999, 512, 0, 64).grid == (512,)
     assert pull.pull_scaled_rows(2, 9, 16, 0, 64).grid == (2,)
     assert rows.scalars["pieces"] == 4096 // 16 and rows.scalars["scales_offset"] == far + 64
     with emulated() as device:

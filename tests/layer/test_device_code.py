@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 import moeblaze_cupy as mb
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy import reference
-from moeblaze_cupy.cuda import launch_config, loader, runtime, tensor_map
+from moeblaze_cupy.cuda import loader, runtime, tensor_map
 from moeblaze_cupy.cuda import structs as params
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.dispatch import config as dispatch_config
@@ -459,7 +459,7 @@ def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
         "halves": halves,
         "splits": splits,
     }
-    threads = launch_config.PARTS_GROUPS
+    threads = gemm_config.PARTS_GROUPS
     launch = runtime.Launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
         (-(-rows * columns // 8 // threads), E, halves),

@@ -6,8 +6,8 @@ import pytest
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.runtime import Runtime
+from moeblaze_cupy.quantised import config as quantised_config
 from moeblaze_cupy.quantised import decode
 from moeblaze_cupy.reference import quantised as reference
 from moeblaze_cupy.types import WEIGHT_FORMATS, QuantizedWeight
@@ -108,10 +108,10 @@ def test_machine_code_keeps_denormals_and_stores_16_bytes(arch, tmp_path):
         )
         stores = [opcode for opcode in opcodes if opcode.startswith("STG")]
         assert (
-            set(stores) == {"STG.E.128"} and len(stores) == 2 * launch_config.DECODE_STEPS
+            set(stores) == {"STG.E.128"} and len(stores) == 2 * quantised_config.DECODE_STEPS
         )  # of whole blocks and others
         if variant.macros[0] == ("FORMAT", "Mxfp4"):  # a block's code and that of the rest
-            assert opcodes.count("PRMT") == 2 * 10 * launch_config.DECODE_STEPS and len(opcodes) < 800
+            assert opcodes.count("PRMT") == 2 * 10 * quantised_config.DECODE_STEPS and len(opcodes) < 800
 
 
 @pytest.mark.gpu

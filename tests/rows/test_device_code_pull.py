@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moeblaze_cupy import reference
-from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.rows import config as rows_config
 from moeblaze_cupy.rows import pull
 from moeblaze_cupy.rows.api import PeerArray, Share, pull_rows, pull_slots, pull_values, sum_peer_rows
 from tests.cases import make_inputs
@@ -133,15 +133,15 @@ def test_launches():
     """As many blocks as there are rows for, few where they come in turn, more if rows are short; offsets of 64 bits."""
     far = 5 << 32
     rows = pull.pull_rows(2, 100_000, 4096, "bfloat16", far)
-    assert rows.grid == (launch_config.PULL_BLOCKS,) and rows.scalars["offset"] == far
+    assert rows.grid == (rows_config.PULL_BLOCKS,) and rows.scalars["offset"] == far
     assert rows.scalars["pieces"] == 4096 * 2 // 16
     assert pull.pull_rows(2, 9, 8, "float32", 0).grid == (2,)
-    assert pull.pull_rows(2, 100_000, 512, "bfloat16", 0).grid == (4 * launch_config.PULL_BLOCKS,)
+    assert pull.pull_rows(2, 100_000, 512, "bfloat16", 0).grid == (4 * rows_config.PULL_BLOCKS,)
     slots = pull.pull_slots(4, 65, 2, far, far + 64, 6, 2, "int64", "bfloat16")
-    assert slots.grid == (-(-4 * 65 // launch_config.PULL_SLOT_ROWS),) and slots.scalars["weights_offset"] == far + 64
+    assert slots.grid == (-(-4 * 65 // rows_config.PULL_SLOT_ROWS),) and slots.scalars["weights_offset"] == far + 64
     assert slots.variant.entry == "pull_slots_int64_2"
     sums = pull.pull_sum(4, 100, 2, 520, 3 << 31, 2, "int32", "float32", far)
-    assert sums.grid == (-(-100 // launch_config.AGGREGATE_TOKENS), 3) and sums.scalars["first_row"] == 3 << 31
+    assert sums.grid == (-(-100 // rows_config.AGGREGATE_TOKENS), 3) and sums.scalars["first_row"] == 3 << 31
     values = pull.pull_values(4, 1025, 3 << 31, 2, "int32", "float32", far)
     assert values.grid == (3,) and values.variant.entry == "pull_values_int32_4"
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.dispatch.launches import IndexLayout
+from moeblaze_cupy.rows import config as rows_config
 from moeblaze_cupy.rows.push import Destination, PeerOffset, push_sum
 from tests import emulator
 from tests.cases import Case, make_inputs
@@ -82,6 +82,6 @@ def test_launch():
     """Blocks of one rank do not have tokens of the next; offsets of 64 bits."""
     place = PeerOffset(5 << 32, 2 * 1001, 1001)
     launch = push_sum(IndexLayout(4 * 1001, 8, 16), "bfloat16", None, 2048, 1024, 1024, 1024, place)
-    assert launch.grid == (4 * -(-1001 // launch_config.AGGREGATE_TOKENS), 4)
+    assert launch.grid == (4 * -(-1001 // rows_config.AGGREGATE_TOKENS), 4)
     assert launch.scalars["offset"] == 5 << 32 and launch.scalars["P"] == 4
     assert launch.variant.entry == "push_sum_bfloat16_float32"
