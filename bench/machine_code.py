@@ -34,7 +34,10 @@ LIST = """
 import dataclasses, json, os, sys
 try:
     from moeblaze_cupy.cuda import launch_config, loader
-    from moeblaze_cupy.tools.variants import variants
+    try:
+        from bench.kernel_variants import variants
+    except ModuleNotFoundError:  # commits with the list in the package
+        from moeblaze_cupy.tools.variants import variants
     from moeblaze_cupy.types import ACTIVATIONS
     paths = loader.source_paths(loader.source_folder())
 except ModuleNotFoundError:  # commits with all modules in one folder

@@ -273,7 +273,6 @@ MIRROR = {
         "expert_parallel_moe",
         "MoE.__init__",
         "gemm_variant",
-        "variants",
     ),
 }
 

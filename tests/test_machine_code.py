@@ -14,8 +14,10 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
 
 @pytest.fixture
 def edited(tmp_path):
-    """A copy of the package, without links, that a test may edit; of the whole checkout no more is needed."""
+    """A copy of the package, without links, and of the list of variants; of the whole checkout no more is needed."""
     shutil.copytree(ROOT / "moeblaze_cupy", tmp_path / "moeblaze_cupy")
+    (tmp_path / "bench").mkdir()
+    shutil.copy(ROOT / "bench" / "kernel_variants.py", tmp_path / "bench")
     return tmp_path
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import moeblaze_cupy as mb
+from bench import kernel_variants as all_variants
 from bench import nvrtc
 from bench.machine_code import code_sections
 from moeblaze_cupy.cuda import launch_config, loader, structs
@@ -27,7 +28,6 @@ from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.router.options import RouterOptions
 from moeblaze_cupy.rows import config as rows_config
-from moeblaze_cupy.tools import variants as all_variants
 from moeblaze_cupy.types import ACTIVATIONS, WEIGHT_FORMATS
 
 LIMITS = {

@@ -17,12 +17,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from bench import kernel_variants as all_variants
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.cuda import launch_config, loader, runtime, structs
 from moeblaze_cupy.cuda.loader import Variant
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm.variants import gemm_variant
-from moeblaze_cupy.tools import variants as all_variants
 from moeblaze_cupy.types import (
     ACTIVATIONS,
     FORMS,

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import moeblaze_cupy
+from bench import kernel_variants as all_variants
 from moeblaze_cupy.__main__ import MAX_WIDTH, main
 from moeblaze_cupy.cuda import launch_config, loader, runtime
 from moeblaze_cupy.tools import compile as compile_command
 from moeblaze_cupy.tools import dry_run, memory
 from moeblaze_cupy.tools import info as info_command
 from moeblaze_cupy.tools import plan as plan_command
-from moeblaze_cupy.tools import variants as all_variants
 from moeblaze_cupy.tools.explain import GPUS
 from moeblaze_cupy.types import GRADIENTS, SAVE_POLICIES
 from tests.environment import ROOT, run_python
