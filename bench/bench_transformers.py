@@ -2,13 +2,14 @@
 
 A row is a training step of a small number of layers at the sizes of a released model (forward, loss, backward, AdamW
 in bfloat16), eager or compiled, or the generation of a token for some sequences. A model has random weights, and one
-vocabulary of 8,192 so that its head does not hide the layers. All rows of a case have the same weights and tokens.
+vocabulary of 8,192 so that its head does not hide the layers. All rows of a case have the same weights and tokens. The
+cases with "_lora" in their names train adapters of peft on attention and experts alone, and are run only if named.
 
 Attention is torch's, causal by its own argument. A compiled model of transformers makes a mask of all pairs of tokens
 instead, and attention with that mask takes so long that the experts would be a small part of a step.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ ATTENTION = "causal_without_mask"
 
 @dataclass(frozen=True)
 class Model:
-    """config: class and sizes. B sequences of T tokens in a training step."""
+    """config: class and sizes. B sequences of T tokens in a training step. rank: of peft's adapters, 0 for none."""
 
     name: str
     config: str
@@ -36,6 +37,7 @@ class Model:
     compiled: bool = False  # also timed compiled unless --case says otherwise
     sizes: dict = field(default_factory=dict, hash=False)
     attention: str = ATTENTION
+    rank: int = 0
 
 
 def _heads(heads: int, kv: int, width: int) -> dict:
@@ -60,6 +62,13 @@ MODELS = {
         }, "eager"),
     )
 }  # fmt: skip
+MODELS |= {
+    f"{name}_lora_{tokens // 1024}k": replace(
+        MODELS[name], name=f"{name}_lora_{tokens // 1024}k", B=tokens // MODELS[name].T, compiled=False, rank=16
+    )
+    for name in ("qwen3_30b_a3b", "gpt_oss_20b")
+    for tokens in (4096, 32768)
+}
 TINY = Model("tiny_qwen3", "Qwen3MoeConfig", 2, 16, False, {
     "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "num_hidden_layers": 1, **_heads(2, 2, 16),
@@ -78,11 +87,13 @@ def pytest_generate_tests(metafunc):
     config = metafunc.config
     given = config.getoption("--case")
     chosen = (config.getoption("--provider") or ",".join(IMPLEMENTATIONS)).split(",")
-    names = [name for name in (given.split(",") if given else MODELS) if name in MODELS]
+    unnamed = [name for name, model in MODELS.items() if not model.rank]
+    names = [name for name in (given.split(",") if given else unnamed) if name in MODELS]
 
     def rows(model, compiled):
         """Those that compile come last, as they take longest and --minutes may leave them out."""
         whats = ["step", *(f"generate_{n}" for n in GENERATED), *(["step_compiled"] if compiled else [])]
+        whats = ["step"] if model.rank else whats
         return [(model, what, name) for what in whats for name in chosen if name in IMPLEMENTATIONS]
 
     specs = [
@@ -91,6 +102,8 @@ def pytest_generate_tests(metafunc):
     specs += [
         pytest.param((TINY, what, name)) for what in ("step", "generate_1") for name in ("moeblaze", "grouped_mm")
     ]
+    tiny = replace(TINY, name="tiny_qwen3_lora", rank=4)
+    specs += [pytest.param((tiny, "step", name)) for name in ("moeblaze", "grouped_mm")]
     metafunc.parametrize("spec", specs, ids=["-".join((s.values[0][0].name, *s.values[0][1:])) for s in specs])
 
 
@@ -105,7 +118,8 @@ class _Current:
         if self.key != case.name:
             self.close()
             self.model = build(case)
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-6, fused=inputs.has_gpu())
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizer = torch.optim.AdamW(trained, 1e-6, fused=inputs.has_gpu())
             self.tokens = torch.randint(VOCABULARY, (case.B, case.T), device=inputs.device())
             self.key = case.name
         return self.model
@@ -144,9 +158,23 @@ def build(case: Model):
     dtype = torch.bfloat16 if inputs.has_gpu() else torch.float32
     torch.manual_seed(0)
     with torch.device(inputs.device()):
-        return transformers.AutoModelForCausalLM.from_config(
+        model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, experts_implementation="grouped_mm", attn_implementation=case.attention
         ).train()
+    return with_adapters(model, case.rank) if case.rank else model
+
+
+def with_adapters(model, rank: int):
+    """The model with adapters of peft on attention and experts. b is not zero, so that all factors have gradients."""
+    peft = pytest.importorskip("peft", minversion="0.18")
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(model, config)
 
 
 def use(model, name: str) -> None:
