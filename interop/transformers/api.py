@@ -11,9 +11,9 @@ import torch
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.fp8 import checks as fp8_checks
-from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.interop.transformers import lora, private
 from moeblaze_cupy.interop.transformers.experts import arguments_of, experts, layer_options, set_held, unfit, weights_of
-from moeblaze_cupy.interop.transformers.formula import foreign_forward, formula_of, name_of, refuse
+from moeblaze_cupy.interop.transformers.formula import foreign_forward, formula_of, has_own_forward, name_of, refuse
 from moeblaze_cupy.interop.transformers.patches import CALLERS, OUT_OF_REACH, PATCHES, bind, is_bound, set_held_bound
 from moeblaze_cupy.types import SAVE_POLICIES
 
@@ -48,11 +48,12 @@ def register(
         self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         formula = formula_of(self)
-        parameters = weights_of(self)
-        reason = formula.reason or unfit(parameters)
+        parameters, adapters = weights_of(self), lora.taken(self)
+        reason = formula.reason or unfit(parameters) or lora.unfit(adapters)
         if reason:
             refuse(type(self), reason, "grouped_mm", falls_back)
-            out: torch.Tensor = private.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+            grouped_mm, arguments = private.grouped_mm_experts_forward, (hidden_states, top_k_index, top_k_weights)
+            out: torch.Tensor = lora.call(adapters, grouped_mm, self, *arguments)
             return out
         return experts(
             self,
@@ -64,6 +65,7 @@ def register(
             precision=precision,
             keep_saved=keep_saved,
             parameters=parameters,
+            adapters=adapters,
         )
 
     _PRECISIONS[name] = precision
@@ -75,6 +77,15 @@ _PRECISIONS: dict[str, str | None] = {}  # by the names under which the layer is
 
 def _falls_back(fallback: bool | None) -> bool:
     return os.environ.get("MOEBLAZE_FALLBACK", "1") != "0" if fallback is None else fallback
+
+
+def _takes_adapters(module: Any) -> bool:
+    """Whether the forward of the module is this layer's, and hands factors on: products in e4m3 have none."""
+    if is_bound(module):
+        return module.moeblaze_options.get("precision") is None
+    if not private.is_dispatched(module) or _PRECISIONS.get(private.experts_implementation(module), "other") is not None:
+        return False
+    return has_own_forward(module)
 
 
 def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str, ...]:
@@ -175,3 +186,4 @@ _EXPERTS = {"gate_up_proj", "down_proj"}  # parameters that experts classes have
 
 
 register()
+lora.follow_peft(_takes_adapters)

@@ -8,6 +8,7 @@ import torch
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import fp8 as torch_fp8
 from moeblaze_cupy.interop.torch.api import moe
+from moeblaze_cupy.interop.transformers import lora
 from moeblaze_cupy.interop.transformers.formula import Formula
 
 Tensor = torch.Tensor
@@ -25,10 +26,11 @@ def experts(
     precision: str | None = None,
     keep_saved: bool = False,
     parameters: tuple[Tensor, Tensor] | None = None,
+    adapters: lora.Adapters = lora.NONE,
 ) -> Tensor:
     """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot, of another rank.
 
-    parameters: what `weights_of` returned, if the caller has read them.
+    parameters: what `weights_of` returned, if the caller has read them. adapters: those of this call, from peft.
     """
     parameters = weights_of(module) if parameters is None else parameters
     w1, w2, biases = arguments_of(module, of, parameters)
@@ -38,6 +40,7 @@ def experts(
         "gate_up": formula.gate_up,
         **layer_options(save, precision, keep_saved),
         **fp8_options(module, parameters, precision),
+        **lora.option(adapters, w2, turned=not getattr(module, "is_transposed", False)),
     }
     if not getattr(module, "has_post_expert_norm", False):
         return layer(x, ids, weights, w1, w2, **options)

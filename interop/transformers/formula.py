@@ -445,6 +445,12 @@ def foreign_forward(module: Any) -> str:
     return "" if origin.startswith(expected) else f"its forward has been replaced by one of {origin}"
 
 
+def has_own_forward(module: Any) -> bool:
+    """Whether a call runs the forward of transformers' class, maybe within hooks of accelerate, and nothing else."""
+    forward = inspect.unwrap(module.forward)
+    return getattr(forward, "__func__", forward) is inspect.unwrap(type(module).forward) and not foreign_forward(module)
+
+
 def _origin(forward: Any) -> str:
     inner = inspect.unwrap(forward)
     return str(getattr(getattr(inner, "__func__", inner), "__module__", None))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_cupy.interop.torch.fp8 import Weight
-from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.interop.transformers import lora, private
 from moeblaze_cupy.interop.transformers.experts import fp8_options, layer, set_held, unfit
 from moeblaze_cupy.interop.transformers.formula import Formula, foreign_forward, formula_of, name_of, refuse
 
@@ -21,13 +21,14 @@ class Weights(NamedTuple):
     w1: Weight
     w2: Tensor
     parameters: tuple[Tensor, ...]
+    lora: Mapping[str, Any] = types.MappingProxyType({})  # the option of `moe`
 
 
 class Patch(NamedTuple):
     """How the layer serves a class.
 
     compute: the output, of the module, its formula, its weights and the arguments of forward.
-    weights: reads them off a module.
+    weights: reads them off a module. turned: whether they are transposed views of its parameters.
     activation: the path of the function of gate columns, or "" for a module with a method for the gate.
     parts: submodules whose weights are read without a call, and the names of their classes.
     own: the class's own output for the same arguments.
@@ -35,6 +36,7 @@ class Patch(NamedTuple):
 
     compute: Callable[..., Any]
     weights: Callable[[Any], Weights]
+    turned: bool
     activation: str = "act_fn"
     parts: Mapping[str, str] = types.MappingProxyType({})
     own: Callable[..., Any] = lambda module, *arguments, **named: type(module).forward(module, *arguments, **named)
@@ -64,7 +66,9 @@ def bind(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) ->
         if kind == "LongcatFlashExperts" and module.gate_up_proj is None:
             return "it has no experts with weights"
         reason = next(filter(None, map(_irreplaceable, replaced)), "")
-        reason = reason or formula_of(module, PATCHES[kind].activation).reason or _bypassed(module, PATCHES[kind].parts)
+        adapts = options.get("precision") is None
+        reason = reason or formula_of(module, PATCHES[kind].activation).reason
+        reason = reason or _bypassed(module, PATCHES[kind].parts, adapts)
         if reason:
             return reason
         for part, forward in replaced.items():
@@ -90,14 +94,17 @@ def is_bound(module: Any) -> bool:
 
 def set_held_bound(name: str, module: Any, hold: bool) -> bool:
     """Calls `set_held` for a module whose forward has been replaced."""
-    w1, w2, parameters = PATCHES[name_of(type(module))].weights(module)
+    w1, w2, parameters, _ = PATCHES[name_of(type(module))].weights(module)
     return set_held(name, module, parameters, w1, w2, "halves", hold)
 
 
-def _bypassed(module: Any, parts: Mapping[str, str]) -> str:
-    """Returns which part does more in a call than its class does, so that its weights do not tell all, or ""."""
+def _bypassed(module: Any, parts: Mapping[str, str], adapts: bool) -> str:
+    """Returns which part does more in a call than its class does, so that its weights do not tell all, or "".
+
+    adapts: whether the layer takes the factors of peft's adapters around a part.
+    """
     for name, kind in parts.items():
-        part = getattr(module, name)
+        part = lora.unwrapped(getattr(module, name))[0] if adapts else getattr(module, name)
         if type(part).__name__ != kind or "forward" in part.__dict__ or private.has_hooks(part):
             return f"its {name} is wrapped or has hooks"
     return ""
@@ -107,15 +114,17 @@ def _forward_of(patch: Patch) -> Callable[..., Any]:
     """Returns the method that computes by the layer whatever it can, and the rest as the class does."""
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        formula = formula_of(self, patch.activation)
-        reason = formula.reason or _bypassed(self, patch.parts)
+        formula, adapters = formula_of(self, patch.activation), lora.taken(self)
+        adapts = self.moeblaze_options.get("precision") is None
+        reason = formula.reason or _bypassed(self, patch.parts, adapts)
         if not reason:
-            weights = patch.weights(self)
-            reason = unfit(weights.parameters)
+            weights, used = patch.weights(self), lora.of_parts(self, patch.parts) if patch.parts else adapters
+            reason = unfit(weights.parameters) or lora.unfit(used)
             if not reason:
+                weights = weights._replace(lora=lora.option(used, weights.w2, patch.turned))
                 return patch.compute(self, formula, weights, *arguments, **named)
         refuse(type(self), reason, "before", self.moeblaze_falls_back)
-        return patch.own(self, *arguments, **named)
+        return lora.call(adapters, patch.own, self, *arguments, **named)
 
     return forward  # its name is the one that unpickling looks up: it finds the class's own
 
@@ -124,9 +133,9 @@ def _layer_of(
     module: Any, formula: Formula, found: Weights, x: Tensor, ids: Tensor, weights: Tensor, **more: Any
 ) -> Tensor:
     """Computes the layer with the weights of a module and the options of its patch."""
-    options, (w1, w2, parameters) = module.moeblaze_options, found
+    options, (w1, w2, parameters, _) = module.moeblaze_options, found
     fp8 = fp8_options(module, parameters, options.get("precision"))
-    return layer(x, ids, weights, w1, w2, activation=formula.activation, **more, **options, **fp8)
+    return layer(x, ids, weights, w1, w2, activation=formula.activation, **more, **options, **fp8, **found.lora)
 
 
 def _dbrx_weights(module: Any) -> Weights:
@@ -180,7 +189,7 @@ def _llama4_own(self: Any, x: Tensor, ids: Tensor | None = None, weights: Tensor
 
 
 def _jetmoe_weights(module: Any) -> Weights:
-    parameters = module.input_linear.weight, module.output_linear.weight
+    parameters = tuple(lora.unwrapped(part)[0].weight for part in (module.input_linear, module.output_linear))
     w1, w2 = (weight.transpose(1, 2) for weight in parameters)
     return Weights(w1, w2, parameters)
 
@@ -221,16 +230,17 @@ def _step(
 
 
 PATCHES = {
-    "DbrxExperts": Patch(_dbrx, _dbrx_weights, "mlp.activation_fn", {"mlp": "DbrxExpertGLU"}),
-    "Llama4TextExperts": Patch(_llama4, _llama4_weights, own=_llama4_own),
+    "DbrxExperts": Patch(_dbrx, _dbrx_weights, False, "mlp.activation_fn", {"mlp": "DbrxExpertGLU"}),
+    "Llama4TextExperts": Patch(_llama4, _llama4_weights, False, own=_llama4_own),
     "JetMoeMoE": Patch(
         _jetmoe,
         _jetmoe_weights,
+        True,
         "activation",
         dict.fromkeys(("input_linear", "output_linear"), "JetMoeParallelExperts"),
     ),
-    "LongcatFlashExperts": Patch(_longcat, _longcat_weights),
-    "Step3p7Experts": Patch(_step, _step_weights, ""),
+    "LongcatFlashExperts": Patch(_longcat, _longcat_weights, True),
+    "Step3p7Experts": Patch(_step, _step_weights, True, ""),
 }
 FORWARDS = {kind: _forward_of(patch) for kind, patch in PATCHES.items()}
 CALLERS = {"Llama4TextExperts": Caller("Llama4TextMoe", _llama4_moe)}

@@ -1,8 +1,11 @@
-"""Names of transformers and of torch.nn.Module that are private or undocumented.
+"""Names of transformers, of peft and of torch.nn.Module that are private or undocumented.
 
-Tested with transformers 5.17, 5.23 and 5.24, and torch 2.6, 2.11 and 2.13. A later version may lack any of them.
+Tested with transformers 5.17, 5.23 and 5.24, peft 0.19.1, 0.20.0 and 0.21.2, and torch 2.6, 2.11 and 2.13. A later
+version may lack any of them.
 """
 
+import sys
+import types
 from typing import Any
 
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -10,13 +13,18 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 # `ExpertsInterface.register` is documented. Its module and the function, which computes by grouped products, are not.
 __all__ = [
     "ExpertsInterface",
+    "activated",
+    "can_activate",
     "experts_implementation",
     "gate_method",
     "grouped_mm_experts_forward",
     "has_hooks",
     "is_dispatched",
     "is_registered",
+    "is_swapped",
+    "param_wrapper",
     "parameter_names",
+    "stand_in",
 ]
 
 
@@ -51,3 +59,37 @@ def has_hooks(module: Any) -> bool:
 def parameter_names(module: Any) -> set[str]:
     """The names of the module's own parameters, without making tensors of them as parametrisations do."""
     return set(module._parameters)
+
+
+def param_wrapper() -> Any:
+    """peft's class of modules that adapt a parameter of another one, or None before peft is imported."""
+    return getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+
+
+def activated(wrapper: Any) -> Any:
+    """The context in which the adapted parameter reads as W + BA."""
+    return wrapper._activate_lora(wrapper.active_adapters)
+
+
+def can_activate(wrappers: type) -> bool:
+    """Whether this class has what `activated` calls."""
+    return hasattr(wrappers, "_activate_lora")
+
+
+def is_swapped(wrapper: Any) -> bool:
+    """Whether peft takes each expert's weight for (out, in), as most classes have it, rather than (in, out)."""
+    swapped: bool = wrapper._did_swap_in_out_features
+    return swapped
+
+
+def stand_in(first: Any, second: Any, weight: Any, swapped: bool) -> Any:
+    """What `get_delta_weight` of `ParamWrapper` reads of a wrapper with one adapter, of two experts' weight."""
+    return types.SimpleNamespace(
+        num_experts=2,
+        active_adapters=["one"],
+        lora_A={"one": types.SimpleNamespace(weight=first)},
+        lora_B={"one": types.SimpleNamespace(weight=second)},
+        scaling={"one": 0.5},
+        get_param=lambda: weight,
+        _did_swap_in_out_features=swapped,
+    )

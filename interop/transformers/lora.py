@@ -1,0 +1,197 @@
+"""Adapters of peft on experts (`target_parameters`): their factors go to the layer, and W + BA is not made.
+
+A `ParamWrapper` of peft is a module around experts that adapts one of their parameters. Wrappers are nested. peft's own
+forward puts W + BA in the place of the parameter. The forward here leaves the wrapper with the experts instead, whose
+forward takes it and hands its factors to `moe`.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from moeblaze_cupy.calls import graph_break
+from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.lora.checks import MAX_RANK
+from moeblaze_cupy.types import Lora
+
+Tensor = torch.Tensor
+
+
+class Adapters(NamedTuple):
+    """The wrappers of peft around the experts of a call, outer ones first, by the weight that they adapt."""
+
+    w1: tuple[Any, ...] = ()
+    w2: tuple[Any, ...] = ()
+
+
+NONE = Adapters()
+_LEFT = "moeblaze_adapters"  # attribute of experts in a call: the wrappers, until they are taken
+_W1, _W2 = ("gate_up_proj", "up_proj"), ("down_proj",)
+
+
+def follow_peft(takes: Callable[[Any], bool]) -> None:
+    """Replaces the forward of peft's wrappers, now or when peft makes the first one.
+
+    takes: whether the forward of a module takes adapters.
+    """
+
+    def replace() -> None:
+        wrappers = private.param_wrapper()
+        if wrappers is not None and not hasattr(wrappers.forward, _LEFT):
+            wrappers.forward = _forward_of(wrappers.forward, takes)
+
+    def on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+        if name == "base_layer":  # as peft calls what it wraps
+            replace()
+
+    replace()
+    register_module_module_registration_hook(on_registration)
+
+
+def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Returns the forward of peft's wrappers, whose own is used where factors do not serve."""
+
+    @graph_break
+    def leave(wrapper: Any, experts: Any, *arguments: Any, **named: Any) -> Any:
+        if not takes(experts) or not _reads(type(wrapper)):
+            return own(wrapper, *arguments, **named)
+        left = vars(experts).setdefault(_LEFT, [])
+        is_outer = not left
+        left.append(wrapper)
+        try:
+            out = wrapper.base_layer(*arguments, **named)
+        finally:
+            forgotten = is_outer and vars(experts).pop(_LEFT, None)
+        if forgotten:
+            raise RuntimeError(f"moeblaze: {type(experts).__name__}: its forward did not take the adapters of peft")
+        return out
+
+    @functools.wraps(own)
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.parameter_name not in _W1 + _W2 or not _counts(self) or named.get("adapter_names") is not None:
+            return own(self, *arguments, **named)
+        return leave(self, self.get_base_layer(), *arguments, **named)
+
+    setattr(forward, _LEFT, True)
+    return forward
+
+
+def _counts(wrapper: Any) -> bool:
+    """Whether the wrapper changes what its module computes. peft takes the weights of one expert for a plain matrix."""
+    return not wrapper.disable_adapters and not wrapper.merged and wrapper.num_experts > 1
+
+
+def taken(experts: Any) -> Adapters:
+    """Returns the adapters of this call of the experts."""
+    return _taken(experts) if getattr(experts, _LEFT, None) else NONE
+
+
+@graph_break
+def _taken(experts: Any) -> Adapters:
+    left = vars(experts).pop(_LEFT)
+    return Adapters(*(tuple(w for w in left if w.parameter_name in names) for names in (_W1, _W2)))
+
+
+def unwrapped(part: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a submodule without the wrappers around it that a call of it would only pass through, and those that count.
+
+    Its weights are read without calling it, so a wrapper with more to do, such as unmerging, stays around it.
+    """
+    found = []
+    while type(part) is private.param_wrapper() and _is_plain(part):
+        found.append(part)
+        part = part.base_layer
+    return part, tuple(filter(_counts, found))
+
+
+def of_parts(module: Any, names: Iterable[str]) -> Adapters:
+    """Returns the adapters around the submodules that have w1 and w2."""
+    return Adapters(*(unwrapped(getattr(module, name))[1] for name in names))
+
+
+def _is_plain(wrapper: Any) -> bool:
+    more = private.has_hooks(wrapper) or "forward" in vars(wrapper) or (wrapper.disable_adapters and wrapper.merged)
+    return not more and wrapper.num_experts > 1 and wrapper.parameter_name == "weight" and _reads(type(wrapper))
+
+
+def unfit(adapters: Adapters) -> str:
+    """Returns why the layer cannot compute with these adapters, or ""."""
+    for wrappers in adapters:
+        ranks = sum(wrapper.r[name] for wrapper, name in _active(wrappers))
+        if ranks > MAX_RANK:
+            return f"the active adapters of a weight have {ranks} ranks together, more than {MAX_RANK}"
+    return ""
+
+
+def call(adapters: Adapters, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Calls a function that knows no adapters. The adapted parameters read as W + BA in it, as by peft itself."""
+    return _call(adapters, function, *arguments, **named) if any(adapters) else function(*arguments, **named)
+
+
+@graph_break
+def _call(adapters: Adapters, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        for wrapper in (*adapters.w1, *adapters.w2):
+            stack.enter_context(private.activated(wrapper))
+        return function(*arguments, **named)
+
+
+def option(adapters: Adapters, w2: Tensor, turned: bool) -> dict[str, Lora]:
+    """Returns the option `lora` of `moe`, or none. w2: the layer's. turned: whether it is a transposed view."""
+    return _option(adapters, w2, turned) if any(adapters) else {}
+
+
+@graph_break
+def _option(adapters: Adapters, w2: Tensor, turned: bool) -> dict[str, Lora]:
+    (a1, b1, scale1), (a2, b2, scale2) = (_factors(wrappers, w2, turned) for wrappers in adapters)
+    return {} if a1 is a2 is None else {"lora": Lora(a1, b1, a2, b2, scale1, scale2)}
+
+
+def _active(wrappers: tuple[Any, ...]) -> list[tuple[Any, str]]:
+    return [(wrapper, name) for wrapper in wrappers for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def _factors(wrappers: tuple[Any, ...], like: Tensor, turned: bool) -> tuple[Any, Any, float]:
+    """Returns a, b and the scale of a `Lora`, views of peft's parameters if one adapter is active.
+
+    like: has the dtype of x, and the number of experts that the layer computes, which come first.
+    """
+    factors = []
+    for wrapper, name in _active(wrappers):
+        first, second = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+        a = first.view(wrapper.num_experts, -1, first.shape[1])
+        b = second.view(second.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        if private.is_swapped(wrapper) != turned:  # peft takes the weight's columns for its rows
+            a, b = b.transpose(1, 2), a.transpose(1, 2)
+        a, b = (f[: len(like)] if f.dtype == torch.float32 else f[: len(like)].to(like.dtype) for f in (a, b))
+        factors.append((a, b, float(wrapper.scaling[name])))
+    if len(factors) < 2:
+        return factors[0] if factors else (None, None, 1.0)
+    return torch.cat([a * scale for a, _, scale in factors], 1), torch.cat([b for _, b, _ in factors], 2), 1.0
+
+
+@functools.cache
+def _reads(kind: Any) -> bool:
+    """Whether wrappers of this class have factors as `_factors` reads them. peft's own BA of a stand-in tells it."""
+    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
+    try:
+        for swapped in (False, True):
+            first, second = torch.randn(6, 4, **options), torch.randn(5, 6, **options)
+            weight = torch.zeros((2, 5, 4) if swapped else (2, 4, 5), device="cpu", dtype=torch.float32)
+            stand_in = private.stand_in(first, second, weight, swapped)
+            a, b, scale = _factors((stand_in,), weight, turned=True)
+            with torch.autocast("cpu", enabled=False):
+                torch.testing.assert_close(scale * (b @ a), kind.get_delta_weight(stand_in, stand_in.active_adapters[0]))
+        return private.can_activate(kind)
+    except Exception as error:  # noqa: BLE001  # whatever a later version of peft raises
+        warnings.warn(
+            "moeblaze: adapters on experts run as by peft itself, which copies whole weights in every forward: this "
+            f"version of peft is not known ({error!s:.200})",
+            stacklevel=2,
+        )
+        return False
