@@ -83,7 +83,10 @@ def _takes_adapters(module: Any) -> bool:
     """Whether the forward of the module is this layer's, and hands factors on: products in e4m3 have none."""
     if is_bound(module):
         return module.moeblaze_options.get("precision") is None
-    if not private.is_dispatched(module) or _PRECISIONS.get(private.experts_implementation(module), "other") is not None:
+    if (
+        not private.is_dispatched(module)
+        or _PRECISIONS.get(private.experts_implementation(module), "other") is not None
+    ):
         return False
     return has_own_forward(module)
 

@@ -19,8 +19,6 @@ from moeblaze_cupy.interop.transformers import private
 from moeblaze_cupy.lora.checks import MAX_RANK
 from moeblaze_cupy.types import Lora
 
-Tensor = torch.Tensor
-
 
 class Adapters(NamedTuple):
     """The wrappers of peft around the experts of a call, outer ones first, by the weight that they adapt."""
@@ -58,7 +56,7 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
 
     @graph_break
     def leave(wrapper: Any, experts: Any, *arguments: Any, **named: Any) -> Any:
-        if not takes(experts) or not _reads(type(wrapper)):
+        if not takes(experts) or not _reads(wrapper.__class__):
             return own(wrapper, *arguments, **named)
         left = vars(experts).setdefault(_LEFT, [])
         is_outer = not left
@@ -82,7 +80,7 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
 
 
 def _counts(wrapper: Any) -> bool:
-    """Whether the wrapper changes what its module computes. peft takes the weights of one expert for a plain matrix."""
+    """Whether the wrapper has factors for the layer. peft takes the weight of a single expert for a plain matrix."""
     return not wrapper.disable_adapters and not wrapper.merged and wrapper.num_experts > 1
 
 
@@ -98,9 +96,9 @@ def _taken(experts: Any) -> Adapters:
 
 
 def unwrapped(part: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a submodule without the wrappers around it that a call of it would only pass through, and those that count.
+    """Returns a submodule without the wrappers around it, and those of them that count.
 
-    Its weights are read without calling it, so a wrapper with more to do, such as unmerging, stays around it.
+    Its weights are read without calling it, so a wrapper that does more than adapt, such as unmerging, stays around it.
     """
     found = []
     while type(part) is private.param_wrapper() and _is_plain(part):
@@ -116,7 +114,7 @@ def of_parts(module: Any, names: Iterable[str]) -> Adapters:
 
 def _is_plain(wrapper: Any) -> bool:
     more = private.has_hooks(wrapper) or "forward" in vars(wrapper) or (wrapper.disable_adapters and wrapper.merged)
-    return not more and wrapper.num_experts > 1 and wrapper.parameter_name == "weight" and _reads(type(wrapper))
+    return not more and wrapper.num_experts > 1 and wrapper.parameter_name == "weight" and _reads(wrapper.__class__)
 
 
 def unfit(adapters: Adapters) -> str:
@@ -141,13 +139,13 @@ def _call(adapters: Adapters, function: Callable[..., Any], *arguments: Any, **n
         return function(*arguments, **named)
 
 
-def option(adapters: Adapters, w2: Tensor, turned: bool) -> dict[str, Lora]:
-    """Returns the option `lora` of `moe`, or none. w2: the layer's. turned: whether it is a transposed view."""
+def option(adapters: Adapters, w2: Any, turned: bool) -> dict[str, Lora]:
+    """Returns the option `lora` of `moe`, or none. w2: the layer's. turned: whether it is a transposed parameter."""
     return _option(adapters, w2, turned) if any(adapters) else {}
 
 
 @graph_break
-def _option(adapters: Adapters, w2: Tensor, turned: bool) -> dict[str, Lora]:
+def _option(adapters: Adapters, w2: Any, turned: bool) -> dict[str, Lora]:
     (a1, b1, scale1), (a2, b2, scale2) = (_factors(wrappers, w2, turned) for wrappers in adapters)
     return {} if a1 is a2 is None else {"lora": Lora(a1, b1, a2, b2, scale1, scale2)}
 
@@ -156,19 +154,20 @@ def _active(wrappers: tuple[Any, ...]) -> list[tuple[Any, str]]:
     return [(wrapper, name) for wrapper in wrappers for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def _factors(wrappers: tuple[Any, ...], like: Tensor, turned: bool) -> tuple[Any, Any, float]:
+def _factors(wrappers: tuple[Any, ...], w2: Any, turned: bool) -> tuple[Any, Any, float]:
     """Returns a, b and the scale of a `Lora`, views of peft's parameters if one adapter is active.
 
-    like: has the dtype of x, and the number of experts that the layer computes, which come first.
+    The experts that the layer computes come first. Factors are in float32 or get the dtype of w2.
     """
+    E, dtype = w2.shape[0], w2.dtype if isinstance(w2.dtype, torch.dtype) else getattr(torch, w2.dtype)
     factors = []
     for wrapper, name in _active(wrappers):
         first, second = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-        a = first.view(wrapper.num_experts, -1, first.shape[1])
-        b = second.view(second.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        a = first.reshape(wrapper.num_experts, -1, first.shape[1])
+        b = second.reshape(second.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
         if private.is_swapped(wrapper) != turned:  # peft takes the weight's columns for its rows
             a, b = b.transpose(1, 2), a.transpose(1, 2)
-        a, b = (f[: len(like)] if f.dtype == torch.float32 else f[: len(like)].to(like.dtype) for f in (a, b))
+        a, b = (f[:E] if f.dtype == torch.float32 else f[:E].to(dtype) for f in (a, b))
         factors.append((a, b, float(wrapper.scaling[name])))
     if len(factors) < 2:
         return factors[0] if factors else (None, None, 1.0)
@@ -186,9 +185,10 @@ def _reads(kind: Any) -> bool:
             stand_in = private.stand_in(first, second, weight, swapped)
             a, b, scale = _factors((stand_in,), weight, turned=True)
             with torch.autocast("cpu", enabled=False):
-                torch.testing.assert_close(scale * (b @ a), kind.get_delta_weight(stand_in, stand_in.active_adapters[0]))
+                wanted = kind.get_delta_weight(stand_in, stand_in.active_adapters[0])
+                torch.testing.assert_close(scale * (b @ a), wanted)
         return private.can_activate(kind)
-    except Exception as error:  # noqa: BLE001  # whatever a later version of peft raises
+    except Exception as error:  # whatever a later version of peft raises
         warnings.warn(
             "moeblaze: adapters on experts run as by peft itself, which copies whole weights in every forward: this "
             f"version of peft is not known ({error!s:.200})",

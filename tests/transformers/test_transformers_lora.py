@@ -13,7 +13,9 @@ peft = pytest.importorskip("peft", minversion="0.19", reason="needs peft 0.19 or
 from test_transformers import (  # noqa: E402
     CLASSES,
     IN_FLOAT32,
-    PATCHED,
+    D,
+    E,
+    H,
     Holder,
     check_equal,
     experts_config,
@@ -25,14 +27,12 @@ from test_transformers import (  # noqa: E402
     tokens,
     train,
 )
-from test_transformers import D, E, H, K, L  # noqa: E402
 
 from moeblaze_cupy.interop.transformers import api as backend  # noqa: E402
 from moeblaze_cupy.interop.transformers import experts as layers  # noqa: E402
 from moeblaze_cupy.interop.transformers import formula as formulas  # noqa: E402
 from moeblaze_cupy.interop.transformers import lora as adapters  # noqa: E402
 from moeblaze_cupy.interop.transformers import private  # noqa: E402
-from tests.torch_versions import NO_COMPILED_TRAINER  # noqa: E402
 
 VERSION = tuple(map(int, peft.__version__.split(".")[:2]))
 BOTH = ("gate_up_proj", "down_proj")
@@ -101,7 +101,7 @@ def switched(module, implementation):
 
 
 def compare(module, calls, sums, tolerance=1e-12, pairs=(True, True)):
-    """One module by eager peft and by the layer: nothing of W's size is made for it, and factors lie where peft's do."""
+    """One module by eager peft and by the layer. W + BA is not made, and weights and factors are those of peft."""
     sums.clear()
     wanted = outcome(switched(module, "eager"))
     assert len(sums) == sum(pairs) and not calls
@@ -241,7 +241,9 @@ def falls_back(module, calls, sums, match):
 
 
 def test_more_ranks_than_the_layer_has(calls, sums):
-    reason = "Qwen3MoeExperts runs as grouped_mm: the active adapters of a weight have 257 ranks together, more than 256"
+    reason = (
+        "Qwen3MoeExperts runs as grouped_mm: the active adapters of a weight have 257 ranks together, more than 256"
+    )
     falls_back(adapted(made(*QWEN), r=257), calls, sums, reason)
 
 
@@ -283,6 +285,25 @@ def test_a_forward_that_is_not_the_layers(calls, sums):
         module(*inputs()[:3])
     switched(module, "moeblaze")
     assert module(*inputs()[:3]).isfinite().all() and calls.pop()[2] is not None
+
+
+def test_peft_that_is_imported_later(calls, sums, monkeypatch):
+    """Its class has its own forward until it wraps the first module."""
+    wrappers = private.param_wrapper()
+    monkeypatch.setattr(wrappers, "forward", wrappers.forward.__wrapped__)
+    compare(adapted(made(*QWEN)), calls, sums)
+
+
+def test_offloaded_experts(calls, sums):
+    """accelerate brings weights when a module is called. peft alone looks at them before."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    module = adapted(made(*QWEN, "moeblaze"))
+    x, ids, weights, _ = inputs()
+    wanted, experts = module(x, ids, weights).detach(), module.experts.get_base_layer()
+    hooks.attach_align_device_hook(experts, execution_device="cpu", offload=True)
+    assert experts.down_proj.is_meta
+    assert torch.equal(module(x, ids, weights), wanted)
+    assert len(calls) == 2 and all(lora is not None for *_, lora in calls) and not sums
 
 
 def test_adapters_of_biases_are_pefts(calls, sums):
