@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -419,3 +420,46 @@ def patched_experts_that_are_sharded_themselves(rank, size, group):
         results.append({"logits": logits, **whole})
     for name, want in results[0].items():
         assert difference(results[1][name], want) < BOUND, name
+
+
+@case
+@needs_none(None if find_spec("peft") else "peft is not installed")
+def adapters_beside_experts_that_are_sharded(rank, size, group):
+    """DDP, and FSDP2 of layers, of the experts, of peft's wrappers: each as one process with eager experts and peft."""
+    import peft
+
+    from moeblaze_cupy.interop.transformers import experts
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    on_experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+
+    def adapted(implementation):
+        model = model_of("Qwen3Moe", implementation)
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, on_experts)
+
+    reference = adapted("eager")
+    (sum(loss_of(reference, tokens_of(number))[0] for number in range(size)) / size).backward()
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    shards = hasattr(torch.cpu.Stream, "record_event")  # what FSDP2 on the CPU needs
+    for how in ("DDP", *(("layers", "experts", "wrappers") if shards else ())):
+        model = adapted("moeblaze")
+        if how == "DDP":
+            run = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            run, mesh = model, init_device_mesh("cpu", (size,))
+            for layer in model.base_model.model.model.layers:
+                outer = layer.mlp.experts
+                parts = {"layers": (), "experts": (outer.get_base_layer(),), "wrappers": (outer.base_layer, outer)}
+                for part in (*parts[how], layer):
+                    fully_shard(part, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        with mock.patch.object(experts, "moe", wraps=experts.moe) as layer_calls:
+            loss_of(run, tokens_of(rank))[0].backward()
+        assert (
+            all(call.kwargs["lora"].a2 is not None for call in layer_calls.mock_calls) and layer_calls.call_count == 2
+        )
+        for name, parameter in model.named_parameters():
+            if name in wanted:
+                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                assert difference(grad, wanted[name]) <= BOUND, (how, name)
