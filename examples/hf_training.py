@@ -42,7 +42,7 @@ def device() -> str:
 
 
 def with_lora(model: torch.nn.Module) -> torch.nn.Module:
-    """Low-rank updates of the experts' stacked weights, which are parameters and no modules."""
+    """Low-rank factors beside the experts' stacked weights, which are parameters and no modules."""
     import peft
 
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

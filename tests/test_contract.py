@@ -386,7 +386,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README + INDEX + GUIDE + TRANSFORM
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: " ".join(text.split()[1:4]))
 def test_examples_run(example):
-    for package in ("torch", "transformers"):
+    for package in ("torch", "transformers", "peft"):
         if re.search(rf"^(?:import|from) {package}\b|interop\.{package}\b", example, re.MULTILINE):
             pytest.importorskip(package)
     exec(compile(example, "an example of the documentation", "exec"), {})

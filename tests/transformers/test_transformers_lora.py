@@ -488,3 +488,28 @@ def test_on_a_gpu(calls, sums):
     errors = in_bf16(adapted(made(*QWEN, "moeblaze")), "cuda")
     assert max(errors.values()) < 1.5 * 2**-8, errors
     assert calls[-1][2] is not None and not sums
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu(calls, sums):
+    """A step of few tokens takes less than half of w1's bytes. W + BA, or a weight's gradient, would take more."""
+    config = experts_config("moeblaze")
+    config.num_experts, config.hidden_size, config.moe_intermediate_size = 16, 512, 512
+    module, name = QWEN
+    experts = getattr(importlib.import_module(module), name)(config).to("cuda", torch.bfloat16)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=512**-0.5)
+    one = adapted(experts, r=8).requires_grad_(False)
+    for key, parameter in one.named_parameters():
+        if "lora_" in key:
+            parameter.requires_grad_().data = parameter.data.float()
+    x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.rand(64, 16, device="cuda").argsort(1)[:, :2].contiguous()
+    weights = torch.rand(64, 2, device="cuda")
+    for _ in range(2):  # the first one loads kernels
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        one(x, ids, weights).sum().backward()
+        one.zero_grad()
+    assert torch.cuda.max_memory_allocated() - before < experts.gate_up_proj.nbytes / 2
+    assert len(calls) == 2 and calls[-1][2].b2 is not None and not sums
