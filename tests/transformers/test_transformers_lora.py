@@ -395,6 +395,8 @@ def test_steps_of_a_model_and_its_adapters_on_disk(model_type, calls, sums, tmp_
     assert not sums and len(calls) == 40 and losses["eager"][-1] < losses["eager"][0]
     for implementation in ("grouped_mm", "moeblaze"):  # AdamW divides by norms that may be small
         assert losses[implementation] == pytest.approx(losses["eager"], rel=1e-4)
+    if VERSION < (0, 20):
+        return  # peft 0.19 cannot load adapters of this kind with transformers 5.24
     for saves, loads in (("moeblaze", "eager"), ("eager", "moeblaze")):
         models[saves].save_pretrained(tmp_path / saves)
         model = peft.PeftModel.from_pretrained(tiny(model_type, loads), tmp_path / saves)
