@@ -4,7 +4,7 @@ In forward the sizes, or the rows, travel while a shared expert is launched. In 
 while the gradients of the experts' weights are computed, except with route "pull", whose last kernels store it there.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any, NamedTuple
@@ -33,15 +33,20 @@ from moeblaze_cupy.interop.torch.sums import expect_gathered
 from moeblaze_cupy.layer.api import LayerExtras, values_and_scales
 from moeblaze_cupy.layer.api import forward as layer_forward
 from moeblaze_cupy.layer.backward_api import BackwardExtras, described_by_name, run_backward
+from moeblaze_cupy.lora import checks as lora_checks
 from moeblaze_cupy.types import (
     SAVE_POLICIES,
     Activation,
     Fp8Rows,
     Fp8Weights,
+    Gradients,
     LayerArrays,
     LayerOptions,
+    Lora,
+    LoraRows,
     SavedForBackward,
     is_gated,
+    one_or_pair,
     pair,
 )
 
@@ -51,33 +56,47 @@ _NO_ARRAYS = LayerArrays(*[None] * len(LayerArrays._fields))
 
 
 def _check_arguments(
-    layer: LayerArrays, options: LayerOptions, experts: ExpertGroup, fp8_weights: Any, row_precision: Any
+    layer: LayerArrays,
+    options: LayerOptions,
+    experts: ExpertGroup,
+    fp8_weights: Any,
+    row_precision: Any,
+    factors: Sequence[Any],
 ) -> None:
-    """Makes the layer's own checks before any rank waits for another."""
+    """Makes the layer's own checks before any rank waits for another. factors: of lora, if it is given."""
     function, precision, (x, ids, weights, gate, up, w2, *_) = "expert_parallel_moe", options.precision, layer
     checks.activation(function, options.activation)
     checks.one_of(function, "save", options.save, SAVE_POLICIES)
     columns = "2h" if up is None and is_gated(options.activation) else "h"
     first = experts.rank * experts.local_experts
-    for name, weight, letters in (("w1", gate, f"d, {columns}"), ("w1[1]", up, "d, h"), ("w2", w2, "h, d")):
-        if weight is None and name == "w1[1]":
+    of_experts = (("w1", gate, f"d, {columns}"), ("w1[1]", up, "d, h"), ("w2", w2, "h, d"))
+    of_lora = {name: factor for name, factor in zip(lora_checks.NAMES, factors, strict=False) if factor is not None}
+    for name, tensor in (*(of[:2] for of in of_experts), *of_lora.items()):
+        if tensor is None and name == "w1[1]":
             continue
-        if not isinstance(weight, Tensor):
-            raise TypeError(f"{function}: {name}: expected a torch tensor, got {type(weight)}")
-        if hasattr(weight, "to_local"):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{function}: {name}: expected a torch tensor, got {type(tensor)}")
+        if hasattr(tensor, "to_local"):
             raise ValueError(f"{function}: {name}: expected this rank's tensor, got a DTensor; pass .to_local()")
+        if tensor.device != x.device:
+            raise TypeError(f"{function}: {name}: expected x's device {x.device}, got {tensor.device}")
+    for name, weight, letters in of_experts:
+        if weight is None:
+            continue
         if weight.dim() != 3 or len(weight) != experts.local_experts:
             last = first + experts.local_experts - 1
             expected = f"the ({experts.local_experts}, {letters}) of this rank's experts {first}..{last}"
             raise checks.bad_value(function, name, expected, tuple(weight.shape))
-        if weight.device != x.device or weight.dtype != x.dtype:
-            expected = f"x's {x.dtype} on {x.device}"
-            raise TypeError(f"{function}: {name}: expected {expected}, got {weight.dtype} on {weight.device}")
-    named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2}
+        if weight.dtype != x.dtype:
+            raise TypeError(f"{function}: {name}: expected x's {x.dtype}, got {weight.dtype}")
+    named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2, **of_lora}
     described = described_by_name(function, arrays.Torch, named)
     for name in ("x", "ids", "weights"):  # these travel packed
         described[name].strides = (described[name].shape[1], 1)
-    checks.layer(function, LayerArrays(*map(described.get, named)), options._replace(precision=None))
+    arguments = LayerArrays(*map(described.get, list(named)[:6]))
+    checks.layer(function, arguments, options._replace(precision=None))
+    if factors:
+        lora_checks.layer(function, arguments, options, [described.get(name) for name in lora_checks.NAMES])
     of_fp8 = [arrays.Torch.describe(array) for array in fp8_checks.arrays_of(function, precision, fp8_weights)]
     fp8_checks.row_precision(function, row_precision, precision)
     if precision is not None:
@@ -141,8 +160,19 @@ class Fp8Products(NamedTuple):
         return Fp8Weights(**fields), tensors[number:]
 
 
+class _Call(NamedTuple):
+    """What the layer is told beside its tensors."""
+
+    route: Route
+    activation: str | Activation
+    save: str | None
+    into: dict[str, MainGrad]  #: where gradients are added, by weight
+    fp8_products: Fp8Products
+    lora: Lora | None  #: the scales, beside the factors
+
+
 class _ExpertParallel(torch.autograd.Function):
-    """The layer for autograd. up is None where w1 is one tensor. into: where gradients are added, by weight."""
+    """The layer for autograd. up is None where w1 is one tensor. factors: those of `lora`, none without it."""
 
     @staticmethod
     def forward(
@@ -153,12 +183,10 @@ class _ExpertParallel(torch.autograd.Function):
         up: Tensor | None,
         w2: Tensor,
         ids: Tensor,
-        route: Route,
-        activation: str | Activation,
-        save: str | None,
-        into: dict[str, MainGrad],
-        fp8_products: Fp8Products,
+        call: _Call,
+        *factors: Tensor | None,
     ) -> Tensor:
+        route, activation, save, into, fp8_products, lora = call
         experts, w1 = route.experts, gate if up is None else (gate, up)
         rows, local_ids, got = route.receive(x, ids, weights)
         pieces, wait = _pieces(route, local_ids), route.wait
@@ -166,6 +194,7 @@ class _ExpertParallel(torch.autograd.Function):
             save = "recompute"
         made = fp8_products.weights_of(w1, w2)  # made once for all pieces
         place = route.remote_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
+        beside = lora and lora.with_factors(factors)
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
@@ -173,7 +202,7 @@ class _ExpertParallel(torch.autograd.Function):
             layer = LayerArrays(x_part, local_ids[part], got[part], gate, up, w2)
             options = LayerOptions(activation, save, max_slots=bound, precision=fp8_products.precision)
             try:
-                extras = LayerExtras(place and place.destination, wait, made, scales)
+                extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
                 out, saved = layer_forward(layer, options, extras, "expert_parallel_moe")
             finally:
                 if wait is not None:  # also where nothing has read the rows
@@ -185,15 +214,17 @@ class _ExpertParallel(torch.autograd.Function):
             if saved is not None:
                 (lists, _), index = saved.index.split()
                 kept.append(SavedForBackward(_NO_ARRAYS, saved.options, index, None, None))
-                tensors += [saved.first_layer, saved.y_swi, lists]
+                tensors += [saved.first_layer, saved.y_swi, lists, *saved.lora_rows]
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.counted)
         ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.fp8_products = route, pieces, kept, into, fp8_products
+        ctx.lora = lora
         ctx.set_materialize_grads(False)
         values, scales = values_and_scales(rows) if experts.keep_received else (x, None)
         read_ids = ids if experts.route == "pull" else None  # other routes may see them change before backward
-        ctx.save_for_backward(values, scales, got, gate, up, w2, read_ids, *fp8_products.kept(made), *tensors)
+        read = values, scales, got, gate, up, w2, read_ids, *factors
+        ctx.save_for_backward(*read, *fp8_products.kept(made), *tensors)
         return route.bring_back(y)()
 
     @staticmethod
@@ -219,24 +250,31 @@ class _ExpertParallel(torch.autograd.Function):
         """Computes the gradients. meet: called when nothing of this rank can fail before rows are on their way."""
         route: Route = ctx.route
         experts = route.experts
+        needed, lora = ctx.needs_input_grad, ctx.lora
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
-        expect_gathered(gate, up, w2)
+        factors, tensors = tensors[: len(needed) - _TENSORS], tensors[len(needed) - _TENSORS :]
+        expect_gathered(gate, up, w2, *factors)
         # This comes before rows are on their way, as `run_backward` would raise too late for those that travel.
         read = {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
+        read |= zip(lora_checks.NAMES, factors, strict=False)
         described_by_name("expert_parallel_moe", arrays.Torch, read)
         kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
-        record_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
+        record_inputs(ctx, gate, up, w2, *factors)  # and x by the incoming gradient, as its own rows may not be kept
         fp8_products: Fp8Products = ctx.fp8_products
         if grad_out is None:  # other ranks may wait for this one
             grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))
         w1 = gate if up is None else (gate, up)
         fp8_weights, tensors = fp8_products.again(tensors, w1, w2)
-        needed = ctx.needs_input_grad
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
-        of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
+        of_weights = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
+        of_lora = ("lora",) if any(needed[_TENSORS:]) else ()
         sent = None if experts.keep_received else values
+        alone = len(ctx.pieces) == 1
         # main_grad, or zeros where several pieces add up. It may raise, so it comes before rows are on their way.
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
+        sums = _sums(of_weights, w1, w2, buffers, alone)
+        if lora is not None:  # several pieces give gradients in float32, whose sums are rounded once
+            lora = lora.with_factors(f if f is None or alone else f.to(_wide(f)) for f in factors)
         grad_out = grad_out.contiguous()
         meet()
         grad_rows, sent_again = route.receive_gradients(grad_out, sent)
@@ -245,28 +283,25 @@ class _ExpertParallel(torch.autograd.Function):
 
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
             kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
-            first_layer, y_swi, lists = tensors[3 * piece : 3 * piece + 3]
+            first_layer, y_swi, lists, u1, u2 = tensors[5 * piece : 5 * piece + 5]
             layer = LayerArrays(x[part], None, got[part], gate, up, w2)
             made = kept.index.joined((lists, None)), first_layer, y_swi, kept.consumed, fp8_weights
-            return part, SavedForBackward(layer, kept.options, *made, None if x_scales is None else x_scales[part])
+            of_scales = None if x_scales is None else x_scales[part]
+            return part, SavedForBackward(layer, kept.options, *made, of_scales, lora, LoraRows(u1, u2))
 
         bring: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
-        sums: dict[str, Any] = {}
-        if buffers:
-            of_w1 = (buffers["gate"], buffers["up"]) if "up" in buffers else buffers.get("gate")
-            sums = {name: {"w1": of_w1, "w2": buffers.get("w2")}[name] for name in of_experts}
-        wide = torch.promote_types(w2.dtype, torch.float32)
+        parts_of_lora: list[Lora] = []
+        # Beside factors the gradients of weights come with those of rows: there is no backward in halves.
+        later = bool(of_weights) and lora is None
+        needs = (*of_rows, "w1", "w2") if later else (*of_rows, *of_weights, *of_lora)
         for piece in range(len(ctx.pieces)):
             part, saved = saved_of(piece)
-            pending = None
-            needs = (*of_rows, "w1", "w2") if of_experts else of_rows
-            alone = len(ctx.pieces) == 1
             place = route.remote_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
             try:
-                extras = BackwardExtras(place and place.destination, wait, bool(of_experts))
-                of_part = _part(grad_rows, part), saved, needs, False
-                grads, pending = run_backward("expert_parallel_moe", *of_part, extras=extras)
+                extras = BackwardExtras(place and place.destination, wait, later)
+                of_part = _part(grad_rows, part), saved, needs, False, None if later else sums or None
+                grads, pending = run_backward("expert_parallel_moe", *of_part, extras)
             finally:
                 ctx.kept[piece].consumed = saved.consumed
                 if wait is not None:  # also where nothing has read the gradients
@@ -276,27 +311,58 @@ class _ExpertParallel(torch.autograd.Function):
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
                 wholes = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
                 bring = route.return_gradients(wholes)
-            if pending is not None and len(ctx.pieces) == 1 and not buffers:
-                made = mb.moe_backward_weights(pending, needs=of_experts)
-                sums = {name: getattr(made, name) for name in of_experts}
-            elif pending is not None:
-                if not sums:
-                    of = {"w1": w1, "w2": w2}
-                    zeros = {n: tuple(torch.zeros_like(w, dtype=wide) for w in pair(of[n])) for n in of_experts}
-                    sums = {n: z if len(z) == 2 else z[0] for n, z in zeros.items()}
-                mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums)
+            if pending is not None:
+                grads = mb.moe_backward_weights(pending, needs=of_weights, accumulate=sums or None)
+            if grads.lora is not None:
+                parts_of_lora.append(grads.lora)
         brought = bring()
-        made_w1 = (*pair(sums.get("w1")), None)[:2]
-        experts_grads: list[Tensor | None] = []
-        of_weights = zip(("gate", "up", "w2"), (gate, up, w2), (*made_w1, sums.get("w2")), needed[2:5], strict=True)
-        for name, weight, total, need in of_weights:
-            if total is None or not need:
-                experts_grads.append(None)
-            elif name in ctx.into:
-                experts_grads.append(stand_in(ctx.into[name].announce(), weight))
-            else:
-                experts_grads.append(total.to(w2.dtype))
-        return brought.get("x"), brought.get("weights"), *experts_grads, *6 * [None]
+        of_experts = _of_weights(ctx.into, (gate, up, w2), grads, needed[2:5])
+        return brought.get("x"), brought.get("weights"), *of_experts, None, None, *_of_factors(parts_of_lora, factors)
+
+
+_TENSORS = 7  # arguments of `_ExpertParallel` before the factors
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _sums(names: tuple[str, ...], w1: Any, w2: Tensor, buffers: Mapping[str, Tensor], alone: bool) -> dict[str, Any]:
+    """Returns what gradients of these weights are added to, by name; none if one piece of rows is all.
+
+    buffers: of each main_grad.
+    """
+    of = {"w1": w1, "w2": w2}
+    if buffers:
+        gate = buffers.get("gate")
+        of = {"w1": (gate, buffers["up"]) if "up" in buffers else gate, "w2": buffers.get("w2")}
+    elif alone:
+        return {}
+    else:
+        of = {name: one_or_pair(tuple(torch.zeros_like(w, dtype=_wide(w)) for w in pair(of[name]))) for name in names}
+    return {name: of[name] for name in names}
+
+
+def _of_weights(
+    into: Mapping[str, MainGrad], weights: tuple[Tensor | None, ...], grads: Gradients, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns what autograd gets for gate, up and w2. grads: their sums."""
+    gate, up = (*pair(grads.w1), None)[:2]
+    found: list[Tensor | None] = []
+    for name, weight, total, need in zip(("gate", "up", "w2"), weights, (gate, up, grads.w2), needed, strict=True):
+        if total is None or weight is None or not need:
+            found.append(None)
+        else:
+            found.append(stand_in(into[name].announce(), weight) if name in into else total.to(weight.dtype))
+    return found
+
+
+def _of_factors(parts: Sequence[Lora], factors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the gradients of factors, summed over the pieces of rows in order."""
+    if not parts:
+        return [None] * len(factors)
+    by_factor = zip(*(part.factors for part in parts), strict=True)
+    return [f if f is None else sum(of[1:], of[0]).to(f.dtype) for f, of in zip(factors, by_factor, strict=True)]
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -337,8 +403,9 @@ def expert_parallel_moe(
     fp8_weights: Fp8Weights | None = None,
     keep_fp8_weights: bool = True,
     row_precision: str | None = None,
+    lora: Lora | None = None,
 ) -> Tensor:
-    """Computes the MoE layer (L, d) with its experts over a group of ranks, differentiable in x, weights, w1 and w2.
+    """Computes the MoE layer (L, d) with its experts over ranks, differentiable in x, weights, w1, w2 and the factors.
 
     x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
     "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, for a DTensor its `.to_local()`.
@@ -354,6 +421,9 @@ def expert_parallel_moe(
     row_precision: the same on all ranks. None sends rows in x's dtype. "fp8", with precision="fp8", sends rows of x and
     of out's gradient in e4m3 with a float32 scale for each token, and keeps those of x so. Only the gradients of w1 and
     w2 change, which are then those of the e4m3 rows, rounded to bf16. Results travel in x's dtype.
+    lora: low-rank factors beside w1 and w2, as of `moeblaze_cupy.interop.torch.moe`, of this rank's experts. Their
+    gradients are sums over the tokens of all ranks, as those of w1. An a1 or a2 that all experts share gets this rank's
+    experts' part. Not with precision or accumulate_into_main_grad.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
     of all ranks, in the order of ranks, for the sum of all ranks' losses.
@@ -364,29 +434,38 @@ def expert_parallel_moe(
     gate, up = (*parts, None, None)[:2]
     first, second, given = gate, up, w2  # the caller's form
     tokens = x  # the tokens that `shared` gets
-    are_tensors = torch_private.any_autocast() and all(isinstance(of, Tensor) for of in (x, weights, *parts, w2))
+    factors: tuple[Any, ...] = lora.factors if isinstance(lora, Lora) else ()
+    all_given = x, weights, *parts, w2, *(factor for factor in factors if factor is not None)
+    are_tensors = torch_private.any_autocast() and all(isinstance(of, Tensor) for of in all_given)
     if are_tensors and torch_arguments.in_autocast(x):
-        (x, gate, up, w2), (weights,) = torch_arguments.autocast(x.device.type, (x, gate, up, w2), (weights,))
+        (x, gate, up, w2), (weights, *factors) = torch_arguments.autocast(  # type: ignore[assignment]
+            x.device.type, (x, gate, up, w2), (weights, *factors)
+        )
 
     def check() -> Mapping[str, int]:
+        function = "expert_parallel_moe"
         if len(parts) not in (1, 2):
-            raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
-        of_fp8 = fp8_checks.arrays_of("expert_parallel_moe", precision, fp8_weights)
+            raise ValueError(f"{function}: w1: expected one tensor or a pair, got {len(parts)} tensors")
+        of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
         order = None if fp8_weights is None else fp8_weights.gate_up
-        options = activation, save, precision, order, row_precision, experts.local_experts
-        key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
+        if lora is not None:
+            lora_checks.given(function, lora)
+        options = activation, save, precision, order, row_precision, experts.local_experts, len(factors)
+        key, _ = runtime.key_of(function, options, (x, ids, weights, gate, up, w2, *of_fp8, *factors))
         if not experts.has_passed(key):
             layer = LayerArrays(x, ids, weights, gate, up, w2)
             of_layer = LayerOptions(activation, save, precision=precision)
-            _check_arguments(layer, of_layer, experts, fp8_weights, row_precision)
+            _check_arguments(layer, of_layer, experts, fp8_weights, row_precision, factors)
             if x.is_cuda and key is not None:
                 experts.note_passed(key)
+        if accumulate_into_main_grad and lora is not None:
+            expected = "False with lora"
+            raise checks.bad_value(function, "accumulate_into_main_grad", expected, repr(accumulate_into_main_grad))
         if accumulate_into_main_grad and torch.is_grad_enabled():
-            function = "expert_parallel_moe"
             into.update(main_grads(first, second, given, accumulate_into_main_grad, function))
         if grads and save is None:
             expected = "a policy that keeps something, as gradients are required"
-            raise ValueError(f"expert_parallel_moe: save: expected {expected}, got None")
+            raise ValueError(f"{function}: save: expected {expected}, got None")
         return {
             "step": collectives.STEPS.index("expert_parallel_moe"),
             "activation": collectives.number_of(activation),
@@ -395,7 +474,7 @@ def expert_parallel_moe(
 
     into: dict[str, MainGrad] = {}
     fp8_products = Fp8Products(precision, fp8_weights, keep_fp8_weights)
-    grads = required((x,), (weights,), (*parts, given))
+    grads = required((x,), (weights,), (*parts, given, *factors))
     pending = PendingExchange(x, ids, weights, experts, grads, check, row_precision == "fp8")
     route: Route | None = None
     wait: Callable[[], None] | None = None
@@ -406,9 +485,10 @@ def expert_parallel_moe(
 
     def of_experts() -> Tensor:
         found = pending.finish() if route is None else route
-        arguments = x.contiguous(), weights.contiguous(), gate, up, w2, found.ids, found
-        told = activation, save if grads else None, into, fp8_products
-        out: Tensor = _ExpertParallel.apply(*arguments, *told)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        arguments = x.contiguous(), weights.contiguous(), gate, up, w2, found.ids
+        scales = lora and lora.with_factors([None] * len(factors))
+        call = _Call(found, activation, save if grads else None, into, fp8_products, scales)
+        out: Tensor = _ExpertParallel.apply(*arguments, call, *factors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
 
     if shared is None or pending.error is not None:

@@ -1,0 +1,208 @@
+"""Cases of layers with low-rank factors over ranks, beside one process with the weights W + scale * B A in float64."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
+from moeblaze_cupy.interop.torch import moe
+from moeblaze_cupy.types import FACTORS
+from tests.lora.lora_cases import exact
+from tests.parallel.ranks_common import D, E, H, Inputs, case, counts_of, difference, expect
+from tests.parallel.ranks_exchange import peers_over_gloo
+
+# Sums of up to 300 terms of unit scale, and of three products after each other, in float64.
+EXACT = 1e-13
+BOTH = (2, 5)  # ranks of the factors
+
+
+def factors_of(ranks=BOTH, shared=False, dtype=torch.float64):
+    """Of all E experts. ranks: None for a pair that is missing. b1 and b2 lie as peft has them, (columns, r, E)."""
+    rng, made = torch.Generator().manual_seed(11), []
+    for rank, inner, outer in zip(ranks, (D, H), (2 * H, D), strict=True):
+        if rank is None:
+            made += [None, None]
+            continue
+        a = torch.randn(E, rank, inner, generator=rng, dtype=torch.float64) / inner**0.5
+        b = torch.randn(outer, rank, E, generator=rng, dtype=torch.float64) / rank**0.5
+        made += [(a[0] if shared else a).to(dtype), b.to(dtype).permute(2, 0, 1)]
+    return mb.Lora(*made, 0.5, 2.0)
+
+
+def part_of(lora, experts):
+    """The factors of these experts, as leaves. What all experts share is whole."""
+    return lora.with_factors(
+        None if f is None else (f if f.dim() == 2 else f[experts]).detach().clone().requires_grad_()
+        for f in lora.factors
+    )
+
+
+def wanted(inputs, lora):
+    """By name, of this rank's tokens and experts. The gradient of a factor that is shared is that of all experts."""
+    w1 = (
+        tuple(half.double().numpy() for half in inputs.w1)
+        if isinstance(inputs.w1, tuple)
+        else inputs.w1.double().numpy()
+    )
+    arrays = inputs.x, inputs.ids, inputs.weights, inputs.w2, inputs.grad
+    x, ids, weights, w2, grad = (t.numpy() if t.dtype == torch.int32 else t.double().numpy() for t in arrays)
+    given = lora.with_factors(None if f is None else f.double().numpy() for f in lora.factors)
+    found = exact((x, ids, weights, w1, w2, grad), given)
+    if isinstance(w1, tuple):
+        found["w1"] = np.concatenate(found["w1"], axis=2)
+    own = {"out": inputs.here, "x": inputs.here, "weights": inputs.here}
+    parts = {name: own.get(name, inputs.experts) for name in found if found[name].ndim != 2 or name in own}
+    return {name: torch.from_numpy(value[parts[name]] if name in parts else value) for name, value in found.items()}
+
+
+def results_of(inputs, experts, lora, trained=True, layer=expert_parallel_moe, **options):
+    x, ids, weights, w1, w2 = inputs.local()
+    halves = w1 if isinstance(w1, tuple) else (w1,)
+    for weight in (*halves, w2):
+        weight.requires_grad_(trained)
+    here = part_of(lora, inputs.experts)
+    out = layer(x, ids, weights, w1, w2, experts, lora=here, **options)
+    out.backward(inputs.grad[inputs.here].to(out.dtype))
+    got = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    if trained:
+        got |= {"w1": torch.cat([half.grad for half in halves], 2), "w2": w2.grad}
+    else:
+        assert all(weight.grad is None for weight in (*halves, w2))
+    for name, factor in zip(FACTORS, here.factors, strict=True):
+        if factor is None:
+            continue
+        assert factor.grad.dtype == factor.dtype, name
+        if factor.dim() == 2:
+            dist.all_reduce(factor.grad, group=experts.group)
+        got[f"lora.{name}"] = factor.grad
+    return got
+
+
+def compare(inputs, experts, lora, tolerance=EXACT, trained=True, **options):
+    got, want = results_of(inputs, experts, lora, trained, **options), wanted(inputs, lora)
+    assert got.keys() == (want.keys() if trained else want.keys() - {"w1", "w2"})
+    for name, value in got.items():
+        error = difference(value, want[name])
+        assert error <= tolerance, f"{name}: {error}"
+        assert bool(value.any()) == bool(want[name].any()), name
+    return got
+
+
+@case
+def factors_beside_experts(rank, size, group):
+    """Every route and form: experts trained and frozen, pieces, rows that are sent again; a second run has the bits."""
+    with peers_over_gloo():
+        for route, options in (
+            ("exact", {}),
+            ("exact", {"slots": 20}),  # in pieces
+            ("exact", {"keep_received": False}),
+            ("static", {}),
+            ("pull", {}),
+            ("pull", {"keep_received": False}),
+        ):
+            experts = ExpertGroup(group, E, route=route, **options)
+            for kind in ("equal",) if route == "static" else ("uneven", "none_here"):
+                for routing, pair, ranks, trained in (
+                    ("random", False, BOTH, False),
+                    ("absent", True, BOTH, True),
+                    ("one_rank", False, (3, None), False),
+                    ("duplicate", False, (None, 1), True),
+                ):
+                    inputs, lora = Inputs(rank, counts_of(size, kind), routing, pair=pair), factors_of(ranks)
+                    got = compare(inputs, experts, lora, trained=trained)
+                    again = results_of(inputs, experts, lora, trained)
+                    assert all(torch.equal(got[name], again[name]) for name in got), (route, kind, routing)
+    for save in ("paper", "recompute"):
+        compare(Inputs(rank, counts_of(size, "uneven")), ExpertGroup(group, E), factors_of(), save=save)
+    compare(Inputs(rank, [0] * size), ExpertGroup(group, E), factors_of())
+
+
+@case
+def factors_that_experts_share(rank, size, group):
+    """Each rank has its experts' part of the gradient, which is the caller's to sum."""
+    for options in ({}, {"slots": 20}):
+        inputs = Inputs(rank, counts_of(size, "uneven"))
+        compare(inputs, ExpertGroup(group, E, **options), factors_of(shared=True), trained=False)
+
+
+@case
+def factors_in_other_dtypes(rank, size, group):
+    """Float32 beside bf16; of pieces the gradients are summed in float32, and rounded once."""
+    inputs = Inputs(rank, counts_of(size, "uneven"), dtype=torch.bfloat16)
+    # bf16 has 8 bits. Three roundings in a row of independent terms stay within 1.5 * 2^-8, a fourth is over ranks.
+    for options in ({}, {"slots": 20}):
+        experts = ExpertGroup(group, E, **options)
+        in_half = factors_of(dtype=torch.bfloat16)
+        in_single = in_half.with_factors(factor.float() for factor in in_half.factors)
+        of_both = [compare(inputs, experts, lora, 2 * 2.0**-8, trained=False) for lora in (in_half, in_single)]
+        for name, value in of_both[0].items():
+            assert torch.equal(value, of_both[1][name].to(value.dtype)), name
+
+
+@case
+def factors_under_autocast_and_checkpointing(rank, size, group):
+    experts = ExpertGroup(group, E)
+    inputs, lora = Inputs(rank, counts_of(size, "uneven")), factors_of()
+
+    for reentrant in (False, True):
+
+        def again(x, ids, weights, w1, w2, experts, lora, reentrant=reentrant):
+            def layer(x, weights, *factors):
+                return expert_parallel_moe(x, ids, weights, w1, w2, experts, lora=lora.with_factors(factors))
+
+            return checkpoint(layer, x, weights, *lora.factors, use_reentrant=reentrant)
+
+        compare(inputs, experts, lora, trained=False, layer=again)
+    inputs, lora = Inputs(rank, counts_of(size, "uneven"), dtype=torch.float32), factors_of(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = results_of(inputs, experts, lora, trained=False)
+    assert got["out"].dtype == torch.bfloat16 and got["x"].dtype == got["lora.a1"].dtype == torch.float32
+    halved = Inputs(rank, counts_of(size, "uneven"), dtype=torch.float32)
+    halved.x, halved.w1, halved.w2, halved.grad = (t.bfloat16() for t in (inputs.x, inputs.w1, inputs.w2, inputs.grad))
+    want = results_of(halved, experts, lora, trained=False)
+    for name, value in want.items():
+        assert torch.equal(got[name].to(value.dtype), value), name
+
+
+@case
+def factors_between_exchange_and_collect(rank, size, group):
+    def layer(x, ids, weights, w1, w2, experts, lora):
+        rows, local_ids, got, route = exchange(x, ids, weights, experts)
+        return collect(moe(rows, local_ids, got, w1, w2, lora=lora), route)
+
+    inputs = Inputs(rank, counts_of(size, "uneven"), "absent")
+    compare(inputs, ExpertGroup(group, E), factors_of(), layer=layer)
+
+
+@case
+def factors_are_checked(rank, size, group):
+    """Errors of one rank reach all, and the ranks go on."""
+    experts = ExpertGroup(group, E)
+    inputs, lora = Inputs(rank, counts_of(size, "equal")), factors_of()
+    *layer, w1, w2 = inputs.local()
+    here = part_of(lora, inputs.experts)
+    for given, options, error, text in (
+        (tuple(here), {}, TypeError, "lora: expected moeblaze_cupy.Lora or None, got"),
+        (here._replace(b1=None), {}, ValueError, "lora.b1: expected a1 and b1, or neither, got None"),
+        (here._replace(a1=here.a1.detach().numpy()), {}, TypeError, "lora.a1: expected a torch tensor, got"),
+        (here._replace(a1=here.a1.detach().to("meta")), {}, TypeError, "lora.a1: expected x's device cpu, got meta"),
+        (lora, {}, ValueError, f"lora.a1: expected shape (E, r, d) = ({E // size}, any, {D}), got ({E}, 2, {D})"),
+        (here._replace(b2=here.b2.half()), {}, TypeError, "lora.b2: expected dtype"),
+        (here, {"precision": "fp8"}, ValueError, "precision: expected None with lora, got 'fp8'"),
+        (here, {"accumulate_into_main_grad": True}, ValueError, "accumulate_into_main_grad: expected False with lora"),
+        (here, {"save": None}, ValueError, "save: expected a policy that keeps something"),
+    ):
+        wrong = rank == 1
+        others = (ValueError, "exchange: arguments: expected ones that pass the checks on all ranks, got errors on [1]")
+        expected = (error, f"expert_parallel_moe: {text}") if wrong else others
+        chosen, told = (given, options) if wrong else (here, {})
+        expect(*expected, lambda g=chosen, o=told: expert_parallel_moe(*layer, w1, w2, experts, lora=g, **o))
+    compare(inputs, experts, lora)
+    *layer, w1, w2 = inputs.local()
+    here, frozen = part_of(lora, inputs.experts), [t.detach() for t in (*layer, w1, w2)]
+    if rank == 0:  # ranks whose factors are trained call backward, others do not
+        here = here.with_factors(factor.detach() for factor in here.factors)
+    text = "exchange: requires_grad: expected the same on all ranks, or backward would wait for ever"
+    expect(ValueError, text, lambda: expert_parallel_moe(*frozen, experts, lora=here))
