@@ -3,14 +3,17 @@
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import moeblaze_cupy as mb
+from moeblaze_cupy.interop.fsdp import CopyEngines
 from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
-from moeblaze_cupy.interop.torch import moe
+from moeblaze_cupy.interop.torch import MoE, moe
 from moeblaze_cupy.types import FACTORS
 from tests.lora.lora_cases import exact
 from tests.parallel.ranks_common import D, E, H, Inputs, case, counts_of, difference, expect
+from tests.parallel.ranks_copies import hooked, on_cpu, straight
 from tests.parallel.ranks_exchange import peers_over_gloo
 
 # Sums of up to 300 terms of unit scale, and of three products after each other, in float64.
@@ -206,3 +209,126 @@ def factors_are_checked(rank, size, group):
         here = here.with_factors(factor.detach() for factor in here.factors)
     text = "exchange: requires_grad: expected the same on all ranks, or backward would wait for ever"
     expect(ValueError, text, lambda: expert_parallel_moe(*frozen, experts, lora=here))
+
+
+WIDTHS = 64, 48  # d and h
+TOKENS = 24  # of each rank, in each step; a multiple of E
+
+
+def by_place(logits):
+    """A choice that no rounding changes; the router weights depend on logits."""
+    first = torch.arange(len(logits)) % E
+    ids = torch.stack([first, (first + 3) % E], 1)
+    return logits.softmax(1).gather(1, ids).to(logits.dtype), ids.int()
+
+
+def layers_with_factors(dtype=torch.float32, trains_router=True, expert_format=None, **options):
+    """Two layers. Their trained parameters are in float32, frozen ones in dtype; b is not zero, so that all count."""
+    torch.manual_seed(5)
+    layers = torch.nn.Sequential(*(MoE(*WIDTHS, E, 2, lora_rank=8, lora_alpha=12.0, **options) for _ in range(2)))
+    for name, parameter in layers.named_parameters():
+        if name.endswith(("lora_b1", "lora_b2")):
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        elif name.endswith("router"):
+            parameter.requires_grad_(trains_router)
+        elif not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    for layer in layers if expert_format else ():
+        layer.quantize_experts(expert_format)
+    return layers
+
+
+def cast(layers, x):
+    """What mixed precision of FSDP2 computes, in one process."""
+    parameters = dict(layers.named_parameters())
+    parameters = {name: p.to(x.dtype) if p.is_floating_point() else p for name, p in parameters.items()}
+    return torch.func.functional_call(layers, parameters, x)
+
+
+def trained_twice(rank, size, layers, dtype=torch.float32, forward=lambda layers, x: layers(x)):
+    """By name: the loss of each of two steps over the tokens of all ranks, and the gradients of what is trained.
+
+    size: 1 for one process with the tokens of all. dtype: of the products.
+    """
+    # Adam's first steps have one size, so that the sign of a gradient near 0 would count.
+    optimizer = torch.optim.SGD([p for p in layers.parameters() if p.requires_grad], 0.02)
+    found = {}
+    for step in range(2):
+        every = torch.randn(dist.get_world_size(), TOKENS, WIDTHS[0], generator=torch.Generator().manual_seed(step))
+        x = (every[rank] if size > 1 else every.flatten(0, 1)).to(dtype)
+        loss = (forward(layers, x).float() - x.float()).square().mean()
+        loss.backward()
+        total = loss.detach().clone()
+        if size > 1:
+            dist.all_reduce(total)
+        found[f"loss {step}"] = total / size
+        for name, parameter in layers.named_parameters():
+            name = name.removeprefix("module.")
+            assert (parameter.grad is not None) == parameter.requires_grad, name
+            if parameter.requires_grad:
+                grad = parameter.grad
+                found[f"{name} {step}"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def compare_training(got, want, tolerance):
+    assert got.keys() == want.keys() and sum("lora" in name for name in got) == 16
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype and value.any(), name
+        error = difference(got[name], value)
+        assert error <= tolerance, f"{name}: {error}"
+
+
+def sharded(mesh, layers, engines=None, **policy):
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**policy)}
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(layers, **options)
+    if engines is not None:
+        engines.attach(*layers, layers)
+    for layer in layers:
+        layer.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    return layers
+
+
+# Sums of the ranks' tokens in another order, in float32, through two layers and a step.
+SINGLE = 4e-6
+# bf16 has 8 bits, and gradients are rounded to it on each rank in place of once. Those of the first layer pass through
+# the second one's rounding, and in the second step through that of the parameters.
+HALF = 4 * 2.0**-8
+
+
+@on_cpu
+def factors_under_fsdp(mesh, size):
+    """Frozen experts and trained factors, by torch's collectives and by those of copy engines, beside one process."""
+    rank = mesh.get_local_rank()
+    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for frozen, options, policy, tolerance in (
+        (torch.float32, {}, {}, SINGLE),
+        (torch.bfloat16, {"routing": by_place}, half, HALF),
+        (torch.float32, {"trains_router": False}, {}, SINGLE),
+        (torch.float32, {"expert_bias": True, "save": "recompute"}, {}, SINGLE),
+        (torch.float32, {"expert_format": "nf4"}, {}, SINGLE),
+    ):
+        dtype = policy.get("param_dtype", torch.float32)
+        want = trained_twice(rank, 1, layers_with_factors(frozen, **options), dtype, cast)
+        found = []
+        for engines in (None, CopyEngines(mesh)):
+            with straight(2**11):
+                layers = sharded(mesh, layers_with_factors(frozen, **options), engines, **policy)
+            found.append(trained_twice(rank, size, layers, dtype))
+            compare_training(found[-1], want, tolerance)
+        assert size > 2 or all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        of_experts = set() if "expert_format" in options else {"w1_storage", "w2_storage"}
+        by_copies = {name.partition(".")[2] for name in hooked(layers)}
+        assert {"lora_a1", "lora_b1", "lora_a2", "lora_b2"} | of_experts <= by_copies
+
+
+@case
+def factors_under_ddp(rank, size, group):
+    for options in ({}, {"trains_router": False}, {"expert_bias": True}, {"expert_format": "int8"}):
+        want = trained_twice(rank, 1, layers_with_factors(**options))
+        layers = torch.nn.parallel.DistributedDataParallel(layers_with_factors(**options), process_group=group)
+        compare_training(trained_twice(rank, size, layers), want, SINGLE)
