@@ -83,9 +83,9 @@ class Meshes:
         self.both = DeviceMesh("cpu", ranks.view(efsdp, ep), mesh_dim_names=("efsdp", "ep"))
         self.everyone = DeviceMesh("cpu", ranks, mesh_dim_names=("dp",))
 
-    def model(self, seed=0, checkpointed=None, dtype=torch.float64, **options):
+    def model(self, seed=0, checkpointed=None, dtype=torch.float64, experts_of=PAGE.Experts, **options):
         experts = ExpertGroup(self.both["ep"], E)
-        model = model_of(seed, partial(PAGE.Experts, experts=experts), checkpointed).to(dtype)
+        model = model_of(seed, partial(experts_of, experts=experts), checkpointed).to(dtype)
         for block in model:
             PAGE.shard_block(block, self.both, self.everyone, **options)
         return model

@@ -8,13 +8,15 @@ from torch.utils.checkpoint import checkpoint
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.interop.fsdp import CopyEngines
-from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
+from moeblaze_cupy.interop.parallel import ExpertGroup, clip_grad_norm_, collect, exchange, expert_parallel_moe
 from moeblaze_cupy.interop.torch import MoE, moe
 from moeblaze_cupy.types import FACTORS
 from tests.lora.lora_cases import exact
 from tests.parallel.ranks_common import D, E, H, Inputs, case, counts_of, difference, expect
+from tests.parallel.ranks_composition import Meshes, batches, model_of, shapes_of, whole
 from tests.parallel.ranks_copies import hooked, on_cpu, straight
 from tests.parallel.ranks_exchange import peers_over_gloo
+from tests.torch_versions import NO_SUMS_OF_SHARDING, needs_none
 
 # Sums of up to 300 terms of unit scale, and of three products after each other, in float64.
 EXACT = 1e-13
@@ -332,3 +334,40 @@ def factors_under_ddp(rank, size, group):
         want = trained_twice(rank, 1, layers_with_factors(**options))
         layers = torch.nn.parallel.DistributedDataParallel(layers_with_factors(**options), process_group=group)
         compare_training(trained_twice(rank, size, layers), want, SINGLE)
+
+
+class AdaptedExperts(torch.nn.Module):
+    """Frozen experts with factors, of all experts, or with an ExpertGroup of this rank's, as DTensors."""
+
+    def __init__(self, w1, w2, experts=None):
+        super().__init__()
+        self.w1, self.w2 = (torch.nn.Parameter(w, requires_grad=False) for w in (w1, w2))
+        for name, factor in zip(FACTORS, factors_of().factors, strict=True):
+            self.register_parameter(name, torch.nn.Parameter(factor.clone(memory_format=torch.contiguous_format)))
+        self.experts = experts
+
+    def forward(self, x, ids, weights):
+        if self.experts is None:
+            return moe(x, ids, weights, self.w1, self.w2, lora=mb.Lora(self.a1, self.b1, self.a2, self.b2))
+        w1, w2, *factors = (parameter.to_local() for parameter in self.parameters())
+        return expert_parallel_moe(x, ids, weights, w1, w2, self.experts, lora=mb.Lora(*factors))
+
+
+@case
+@needs_none(NO_SUMS_OF_SHARDING)
+def factors_on_meshes(rank, size, group):
+    """Experts and factors over ranks, then over FSDP2: gradients of one process, and their norm."""
+    one, counts = model_of(experts_of=AdaptedExperts), counts_of(size, "uneven")
+    (x,), tokens = batches(0, [sum(counts)], 1)
+    (one(x).square().sum() / tokens).backward()
+    want = {name: parameter.grad for name, parameter in one.named_parameters() if parameter.requires_grad}
+    assert len(want) == 2 * 5
+    for shape in shapes_of(size):
+        model = Meshes(*shape).model(experts_of=AdaptedExperts)
+        (model(batches(rank, counts, 1)[0][0]).square().sum() / tokens).backward()
+        got = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        assert got.keys() == want.keys()
+        for name, value in got.items():
+            assert difference(value, want[name]) <= EXACT, (shape, name)
+        norm = clip_grad_norm_(list(model.parameters()), torch.inf)
+        assert difference(norm, torch.stack([value.norm() for value in want.values()]).norm()) <= EXACT
