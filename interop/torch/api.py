@@ -139,6 +139,8 @@ class _Call(NamedTuple):
 
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
     if call.lora is not None or isinstance(layer.w1_gate, QuantizedWeight) or isinstance(layer.w2, QuantizedWeight):
+        if torch.compiler.is_compiling():
+            private.break_graph("moe: expected no lora and no QuantizedWeight in a graph, as they have no operators")
         return _moe_without_operators(layer, options, call)
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
@@ -193,7 +195,7 @@ def _moe_without_operators(layer: LayerArrays, options: LayerOptions, call: _Cal
     for name, tensor in (("x", x), ("ids", ids), *((n, t) for n, t in given if t is not None)):
         torch_arguments.check_tensor(name, tensor)
     torch_quantised.check_eager((*plain, *parts, *factors))
-    checks.untransformed("moe", "x", plain)
+    checks.untransformed("moe", "x", (*plain, *factors))
     if call.accumulate:
         expected = "False with lora or QuantizedWeight, which has no gradient"
         raise checks.bad_value("moe", "accumulate_into_main_grad", expected, repr(call.accumulate))

@@ -28,12 +28,23 @@ VIEW_NODES = (
     "_ToTorchTensorBackward",
 )
 
+#: Says whether `graph_break` takes a reason, which torch 2.6 does not.
+GRAPH_BREAKS_HAVE_REASONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+
 
 def mark_static_address(tensor: Tensor, guard: bool) -> None:
     """Makes graphs of compiled code read a tensor at its address, which stays the same."""
     import torch._dynamo  # takes seconds, and few layers are in fp8
 
     torch._dynamo.mark_static_address(tensor, guard=guard)
+
+
+def break_graph(reason: str) -> None:
+    """Ends a graph of compiled code. With fullgraph=True this raises torch's error, which has the reason."""
+    if GRAPH_BREAKS_HAVE_REASONS:
+        torch._dynamo.graph_break(msg=reason)
+    else:
+        torch._dynamo.graph_break()
 
 
 def is_batched(tensor: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy import frameworks as arrays  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe  # noqa: E402
+from moeblaze_cupy.interop.torch.private import GRAPH_BREAKS_HAVE_REASONS  # noqa: E402
 from moeblaze_cupy.types import FACTORS, WEIGHT_FORMATS, pair  # noqa: E402
 from tests.cases import Case, relative_error  # noqa: E402
 from tests.lora.lora_cases import problem  # noqa: E402
@@ -262,6 +263,14 @@ def test_compiled_code_calls_it_between_graphs():
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
+def test_one_graph_is_refused_with_the_reason():
+    inputs, lora = case_of()
+    compiled = torch.compile(lambda x: moe(x, *inputs[1:5], lora=lora), backend="aot_eager", fullgraph=True)
+    expected = "moe: expected no lora and no QuantizedWeight in a graph" if GRAPH_BREAKS_HAVE_REASONS else ""
+    with pytest.raises(RuntimeError, match=expected):
+        compiled(inputs[0])
+
+
 def test_messages():
     inputs, lora = case_of()
     layer = inputs[:-1]
@@ -280,6 +289,10 @@ def test_messages():
         assert str(caught.value).startswith(message), str(caught.value)
     with pytest.raises(RuntimeError, match="moe: x: expected tensors with memory of their own, outside of transforms"):
         torch.func.vmap(lambda x: moe(x, *layer[1:], lora=lora))(layer[0].detach()[None])
+    tangent = torch.ones_like(lora.a1)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"moe: x: .* forward-mode"):
+        dual = torch.autograd.forward_ad.make_dual(lora.a1.detach(), tangent)
+        moe(*layer, lora=lora._replace(a1=dual))
 
 
 def module(lora_rank=4, **options):
