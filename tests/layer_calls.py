@@ -5,10 +5,10 @@ from moeblaze_cupy.layer.backward_api import BackwardExtras, run_backward
 from moeblaze_cupy.types import LayerArrays, LayerOptions, gate_and_up
 
 
-def forward_into(into, x, ids, weights, w1, w2, activation="swiglu", fp8_weights=None, wait=None, **options):
+def forward_into(into, x, ids, weights, w1, w2, activation="swiglu", fp8_weights=None, wait=None, lora=None, **options):
     """out, or what stands in `into`, and what is saved. options: of `LayerOptions`."""
     x, scales = values_and_scales(x)
-    extras = LayerExtras(into, wait, fp8_weights, scales)
+    extras = LayerExtras(into, wait, fp8_weights, scales, lora=lora)
     arrays = LayerArrays(x, ids, weights, *gate_and_up(w1), w2)
     return forward(arrays, LayerOptions(activation, **options), extras)
 

@@ -12,10 +12,11 @@ from moeblaze_cupy.interop.parallel import ExpertGroup, clip_grad_norm_, collect
 from moeblaze_cupy.interop.torch import MoE, moe
 from moeblaze_cupy.types import FACTORS
 from tests.lora.lora_cases import exact
-from tests.parallel.ranks_common import D, E, H, Inputs, case, counts_of, difference, expect
+from tests.parallel.ranks_common import D, E, H, Inputs, case, counts_of, difference, expect, gpu_case
 from tests.parallel.ranks_composition import Meshes, batches, model_of, shapes_of, whole
 from tests.parallel.ranks_copies import hooked, on_cpu, straight
 from tests.parallel.ranks_exchange import peers_over_gloo
+from tests.parallel.ranks_gpus import GPU_ROUTES, on_gpu
 from tests.torch_versions import NO_SUMS_OF_SHARDING, needs_none
 
 # Sums of up to 300 terms of unit scale, and of three products after each other, in float64.
@@ -86,13 +87,18 @@ def results_of(inputs, experts, lora, trained=True, layer=expert_parallel_moe, *
 
 
 def compare(inputs, experts, lora, tolerance=EXACT, trained=True, **options):
-    got, want = results_of(inputs, experts, lora, trained, **options), wanted(inputs, lora)
+    got = results_of(inputs, experts, lora, trained, **options)
+    compared(inputs, lora, got, tolerance, trained)
+    return got
+
+
+def compared(inputs, lora, got, tolerance, trained):
+    want = wanted(inputs, lora)
     assert got.keys() == (want.keys() if trained else want.keys() - {"w1", "w2"})
     for name, value in got.items():
         error = difference(value, want[name])
         assert error <= tolerance, f"{name}: {error}"
         assert bool(value.any()) == bool(want[name].any()), name
-    return got
 
 
 @case
@@ -371,3 +377,26 @@ def factors_on_meshes(rank, size, group):
             assert difference(value, want[name]) <= EXACT, (shape, name)
         norm = clip_grad_norm_(list(model.parameters()), torch.inf)
         assert difference(norm, torch.stack([value.norm() for value in want.values()]).norm()) <= EXACT
+
+
+@gpu_case
+def factors_on_gpus(rank, size, group):
+    """Every route, with factors in float32; on each, a second run has the bits of the first."""
+    found = []  # compared when all ranks have them: a rank that fails would leave the others waiting
+    for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-5)):
+        for name, options in (*GPU_ROUTES.items(), ("pull by kernels", {"route": "pull"}), ("pieces", {"slots": 20})):
+            experts = ExpertGroup(group, E, **options)
+            experts.peers.copies = name != "pull by kernels"
+            for kind in ("equal",) if experts.route == "static" else ("uneven", "none_here"):
+                for trained, ranks in ((False, BOTH), (True, (None, 17))):
+                    inputs, lora = Inputs(rank, counts_of(size, kind), "absent"), factors_of(ranks)
+                    moved, single = (
+                        on_gpu(inputs, dtype),
+                        (None if f is None else f.cuda().float() for f in lora.factors),
+                    )
+                    of_gpu = lora.with_factors(single)
+                    runs = [results_of(moved, experts, of_gpu, trained) for _ in range(2)]
+                    found.append((inputs, lora, runs, tolerance, trained))
+    for inputs, lora, (first, second), tolerance, trained in found:
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        compared(inputs, lora, {name: value.cpu() for name, value in first.items()}, tolerance, trained)

@@ -10,6 +10,7 @@ from tests import emulator
 from tests.cases import Case, make_inputs
 from tests.layer.test_device_code import DTYPES, differences, emulated
 from tests.layer_calls import backward_into, forward_into
+from tests.lora.lora_cases import by_name, make_lora
 
 P, RANK = 3, 1
 NEEDS = ("x", "weights", "w1", "w2")
@@ -53,7 +54,22 @@ class Ranks:
     ids=["portable", "portable_k1", "panels", "weights_in_float16", "to_tokens", "dropped"],
 )
 def test_results_go_to_their_ranks(monkeypatch, tier, dtype, case, max_slots, save):
-    """Those of one array bit for bit, zeros for needed tokens whose slots are left out; of other tokens nothing."""
+    check(monkeypatch, tier, dtype, case, max_slots, save)
+
+
+@pytest.mark.parametrize("ranks", [(8, 33), (None, 16)])
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+def test_results_beside_factors_go_to_their_ranks(monkeypatch, tier, ranks):
+    """The gradients of factors are computed on the way."""
+    case = Case(L=150, k=3, E=3, d=264, h=72, routing="absent")
+    check(monkeypatch, tier, "bfloat16", case, 300, "minimal", ranks)
+
+
+def check(monkeypatch, tier, dtype, case, max_slots, save, ranks=None):
+    """Those of one array bit for bit, zeros for needed tokens whose slots are left out; of other tokens nothing.
+
+    ranks: of factors, None for a layer without.
+    """
     monkeypatch.setattr(emulator, "reachable", [])
     dtype, rng = DTYPES[dtype], np.random.default_rng(0)
     inputs = make_inputs(case, 0, dtype)
@@ -63,12 +79,16 @@ def test_results_go_to_their_ranks(monkeypatch, tier, dtype, case, max_slots, sa
         weights = inputs[2].astype(dtype if tier == "sm80" else np.float32)
         x, ids, weights, w1, w2, grad_out = (device.put(array) for array in (*inputs[:2], weights, *inputs[3:]))
 
+        lora = ranks and make_lora(case, ranks, np.float32)
+        lora = lora and lora.with_factors(None if factor is None else device.put(factor) for factor in lora.factors)
+        needs = (*NEEDS, "lora") if lora else NEEDS
+
         def run(into, grad_x):
-            options = {"max_slots": max_slots, "save": save}
+            options = {"max_slots": max_slots, "save": save, "lora": lora}
             out, saved = forward_into(into, x, ids, weights, w1, w2, case.activation, **options)
-            grads, _ = backward_into(grad_x, "moe_backward", grad_out, saved, NEEDS, False, None)
+            grads, _ = backward_into(grad_x, "moe_backward", grad_out, saved, needs, False, None)
             device.synchronize()
-            return {"out": out, **{name: getattr(grads, name) for name in NEEDS}}
+            return {"out": None, "x": None} | by_name(out, grads)
 
         plain = run(None, None)
         of_out, of_x = (Ranks(device, needed, case.d, dtype) for _ in range(2))
