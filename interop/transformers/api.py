@@ -81,6 +81,9 @@ def _falls_back(fallback: bool | None) -> bool:
 
 def _takes_adapters(module: Any) -> bool:
     """Whether the forward of the module is this layer's, and hands factors on: products in e4m3 have none."""
+    if lora.TAKES in vars(module):
+        takes: bool = vars(module)[lora.TAKES]
+        return takes
     if is_bound(module):
         return module.moeblaze_options.get("precision") is None
     if (

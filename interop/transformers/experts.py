@@ -27,10 +27,12 @@ def experts(
     keep_saved: bool = False,
     parameters: tuple[Tensor, Tensor] | None = None,
     adapters: lora.Adapters = lora.NONE,
+    start: int = 0,
 ) -> Tensor:
     """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot, of another rank.
 
     parameters: what `weights_of` returned, if the caller has read them. adapters: those of this call, from peft.
+    start: the first of the module's experts among those with adapters.
     """
     parameters = weights_of(module) if parameters is None else parameters
     w1, w2, biases = arguments_of(module, of, parameters)
@@ -40,7 +42,7 @@ def experts(
         "gate_up": formula.gate_up,
         **layer_options(save, precision, keep_saved),
         **fp8_options(module, parameters, precision),
-        **lora.option(adapters, w2, turned=not getattr(module, "is_transposed", False)),
+        **lora.option(adapters, w2, turned=not getattr(module, "is_transposed", False), start=start),
     }
     if not getattr(module, "has_post_expert_norm", False):
         return layer(x, ids, weights, w1, w2, **options)

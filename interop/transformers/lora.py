@@ -28,6 +28,7 @@ class Adapters(NamedTuple):
 
 
 NONE = Adapters()
+TAKES = "moeblaze_takes_adapters"  # attribute of experts over ranks: whether their forward takes adapters
 _LEFT = "moeblaze_adapters"  # attribute of experts in a call: the wrappers, until they are taken
 _W1, _W2 = ("gate_up_proj", "up_proj"), ("down_proj",)
 
@@ -82,6 +83,11 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
 def _counts(wrapper: Any) -> bool:
     """Whether the wrapper has factors for the layer. peft takes the weight of a single expert for a plain matrix."""
     return not wrapper.disable_adapters and not wrapper.merged and wrapper.num_experts > 1
+
+
+def serves(wrapper: Any) -> bool:
+    """Whether the layer takes the factors of a module of peft around experts: it is one of LoRA, as it is known."""
+    return type(wrapper) is private.param_wrapper() and _reads(wrapper.__class__)
 
 
 def taken(experts: Any) -> Adapters:
@@ -139,14 +145,17 @@ def _call(adapters: Adapters, function: Callable[..., Any], *arguments: Any, **n
         return function(*arguments, **named)
 
 
-def option(adapters: Adapters, w2: Any, turned: bool) -> dict[str, Lora]:
-    """Returns the option `lora` of `moe`, or none. w2: the layer's. turned: whether it is a transposed parameter."""
-    return _option(adapters, w2, turned) if any(adapters) else {}
+def option(adapters: Adapters, w2: Any, turned: bool, start: int = 0) -> dict[str, Lora]:
+    """Returns the option `lora` of `moe`, or none.
+
+    w2: the layer's. turned: whether it is a transposed parameter. start: the first of the layer's experts.
+    """
+    return _option(adapters, w2, turned, start) if any(adapters) else {}
 
 
 @graph_break
-def _option(adapters: Adapters, w2: Any, turned: bool) -> dict[str, Lora]:
-    (a1, b1, scale1), (a2, b2, scale2) = (_factors(wrappers, w2, turned) for wrappers in adapters)
+def _option(adapters: Adapters, w2: Any, turned: bool, start: int) -> dict[str, Lora]:
+    (a1, b1, scale1), (a2, b2, scale2) = (_factors(wrappers, w2, turned, start) for wrappers in adapters)
     return {} if a1 is a2 is None else {"lora": Lora(a1, b1, a2, b2, scale1, scale2)}
 
 
@@ -154,12 +163,13 @@ def _active(wrappers: tuple[Any, ...]) -> list[tuple[Any, str]]:
     return [(wrapper, name) for wrapper in wrappers for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def _factors(wrappers: tuple[Any, ...], w2: Any, turned: bool) -> tuple[Any, Any, float]:
+def _factors(wrappers: tuple[Any, ...], w2: Any, turned: bool, start: int = 0) -> tuple[Any, Any, float]:
     """Returns a, b and the scale of a `Lora`, views of peft's parameters if one adapter is active.
 
-    The experts that the layer computes come first. Factors are in float32 or get the dtype of w2.
+    They are those of the layer's experts, the number of which w2 has. Factors are in float32 or get the dtype of w2.
     """
-    E, dtype = w2.shape[0], w2.dtype if isinstance(w2.dtype, torch.dtype) else getattr(torch, w2.dtype)
+    here = slice(start, start + w2.shape[0])
+    dtype = w2.dtype if isinstance(w2.dtype, torch.dtype) else getattr(torch, w2.dtype)
     factors = []
     for wrapper, name in _active(wrappers):
         first, second = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
@@ -167,7 +177,7 @@ def _factors(wrappers: tuple[Any, ...], w2: Any, turned: bool) -> tuple[Any, Any
         b = second.reshape(second.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
         if private.is_swapped(wrapper) != turned:  # peft takes the weight's columns for its rows
             a, b = b.transpose(1, 2), a.transpose(1, 2)
-        a, b = (f[:E] if f.dtype == torch.float32 else f[:E].to(dtype) for f in (a, b))
+        a, b = (f[here] if f.dtype == torch.float32 else f[here].to(dtype) for f in (a, b))
         factors.append((a, b, float(wrapper.scaling[name])))
     if len(factors) < 2:
         return factors[0] if factors else (None, None, 1.0)

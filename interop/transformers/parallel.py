@@ -20,7 +20,7 @@ from moeblaze_cupy.interop.parallel.api import expert_parallel_moe
 from moeblaze_cupy.interop.parallel.exchanges import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.transformers import experts as transformers_experts
-from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.interop.transformers import lora, private
 from moeblaze_cupy.interop.transformers.formula import formula_of, name_of
 from moeblaze_cupy.interop.transformers.patches import OUT_OF_REACH, PATCHES
 from moeblaze_cupy.types import SAVE_POLICIES
@@ -53,9 +53,12 @@ def parallelize_experts(
     Under torch.autocast rows, and results but those of a norm, travel in autocast's dtype.
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
+    Adapters of peft's LoRA on experts (`target_parameters`) may be there, or come later. Their factors stay whole on
+    every rank, and a rank's gradients of them are its own experts' part: they are the caller's to sum, too.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
-    NotImplementedError for experts that the layer cannot compute, and for experts with adapters of peft. Experts that
-    get such adapters later raise it in forward. What `group` raises is raised on all ranks.
+    NotImplementedError for experts that the layer cannot compute, for other adapters on experts, and for any with
+    precision="fp8". Experts that get such adapters later raise it in forward. What `group` raises is raised on all
+    ranks.
     """
     function = "parallelize_experts"
     checks.one_of(function, "save", save, SAVE_POLICIES)
@@ -64,10 +67,8 @@ def parallelize_experts(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{function}: mesh: expected a DeviceMesh of one dimension, got {type(mesh)}")
     found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
-    callers = [(model.get_submodule(name.rpartition(".")[0]), name) for name in found if name]
-    for caller, name in callers:
-        if hasattr(caller, "get_base_layer"):
-            raise NotImplementedError(_ADAPTERS.format(name=name))
+    for name, module in model.named_modules():
+        _refuse_adapters(name, precision, module)
     if not found:
         raise ValueError(
             f"{function}: model: expected one with experts that transformers dispatches, got {type(model)}"
@@ -83,22 +84,31 @@ def parallelize_experts(
         experts = groups[transformers_experts.weights_of(module)[0].shape[0]]
         _keep_part(module, mesh, experts, parts)
         module.forward = types.MethodType(_forward_over(experts, options), module)
-    for caller, name in callers:
-        caller.register_forward_pre_hook(functools.partial(_refuse_adapters, name))
+        setattr(module, lora.TAKES, precision is None)
+    for name in filter(None, found):
+        caller, _, part = name.rpartition(".")
+        hook = functools.partial(_refuse_later_adapters, name, part, precision)
+        model.get_submodule(caller).register_forward_pre_hook(hook)
     return tuple(found)
 
 
-_ADAPTERS = (
-    "parallelize_experts: model: expected experts without adapters, which are not spread over ranks, got adapters on "
-    "{name}"
-)
+def _refuse_adapters(name: str, precision: str | None, wrapper: Any) -> None:
+    """Refuses a module of peft around experts that do not take its factors, as peft's own error is one of DTensors."""
+    if not hasattr(wrapper, "get_base_layer") or not private.is_dispatched(wrapper.get_base_layer()):
+        return
+    if not lora.serves(wrapper) or precision is not None:
+        expected = "experts without adapters, or with those of LoRA in peft 0.19 or later and precision=None"
+        kind = type(wrapper)
+        got = f"{kind.__module__}.{kind.__name__} at {name} and precision={precision!r}"
+        raise NotImplementedError(f"parallelize_experts: model: expected {expected}, got {got}")
 
 
-def _refuse_adapters(name: str, caller: torch.nn.Module, _: Any) -> None:
-    """Refuses experts that peft wrapped later, before their call: its own error would be one of DTensors."""
-    experts = getattr(caller, name.rpartition(".")[2])
-    if "forward" not in experts.__dict__ and hasattr(experts, "get_base_layer"):
-        raise NotImplementedError(_ADAPTERS.format(name=name))
+def _refuse_later_adapters(name: str, part: str, precision: str | None, caller: torch.nn.Module, _: Any) -> None:
+    """Calls `_refuse_adapters` for what peft has wrapped around experts since."""
+    wrapper = getattr(caller, part)
+    while "forward" not in vars(wrapper) and hasattr(wrapper, "base_layer"):
+        _refuse_adapters(name, precision, wrapper)
+        wrapper = wrapper.base_layer
 
 
 def _has_experts(name: str, module: Any) -> bool:
@@ -166,10 +176,12 @@ def _over_ranks(
     options: _Options,
 ) -> Tensor:
     """Returns (L, d) for this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
-    formula, name = formula_of(module), name_of(type(module))
-    if formula.activation is None:
-        raise NotImplementedError(f"moeblaze: {name}: {formula.reason}")
+    formula, name, adapters = formula_of(module), name_of(type(module)), lora.taken(module)
+    reason = formula.reason if formula.activation is None else lora.unfit(adapters)
+    if formula.activation is None or reason:
+        raise NotImplementedError(f"moeblaze: {name}: {reason}")
     save, precision, row_precision = options
+    start = experts.rank * experts.local_experts
     w1, w2, biases = transformers_experts.arguments_of(module, _local)
     has_norm = getattr(module, "has_post_expert_norm", False)
     plain = not biases and formula.gate_up == "halves" and not has_norm
@@ -183,6 +195,7 @@ def _over_ranks(
     if plain:
         of_layer = transformers_experts.layer_options(save, precision)
         of_layer.update(activation=formula.activation, row_precision=row_precision)
+        of_layer.update(lora.option(adapters, w2, not getattr(module, "is_transposed", False), start))
         out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, **of_layer)
     elif row_precision is not None:
         expected = f"None for {name}, as `exchange` sends rows as they are"
@@ -191,9 +204,8 @@ def _over_ranks(
         rows, local_ids, got, route = exchange(rows, ids, wide, experts)
         if has_norm:  # which computes in the dtype that experts get
             rows = rows.to(x.dtype)
-        out = collect(
-            transformers_experts.experts(module, formula, rows, local_ids, got, save, _local, precision), route
-        )
+        given, of_layer = (module, formula, rows, local_ids, got, save, _local, precision), {"start": start}
+        out = collect(transformers_experts.experts(*given, adapters=adapters, **of_layer), route)
     return out.to(x.dtype)
 
 
@@ -218,6 +230,7 @@ else:
         def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             self.experts = experts
+            setattr(experts, lora.TAKES, self.precision is None)
             local: Any = self.num_local_experts
             self.group = ExpertGroup(ep_mesh, local * ep_mesh.size())
 

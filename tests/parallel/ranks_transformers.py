@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -36,6 +37,9 @@ SHAPE = {
     "num_experts_per_tok": 3,
     "pad_token_id": 0,
 }
+
+PEFT = tuple(map(int, metadata.version("peft").split(".")[:2])) if find_spec("peft") else (0, 0)
+MISSING_PEFT = None if PEFT >= (0, 19) else "needs peft 0.19 or later"
 
 
 def case(function):
@@ -375,25 +379,114 @@ def models_that_cannot_be_spread(rank, size, group):
 
 
 @case
-def adapters_on_spread_experts_are_refused(rank, size, group):
-    """Whichever comes first. Those on attention are no matter."""
-    try:
-        import peft
-    except ImportError:
-        return
+@needs_none(MISSING_PEFT)
+def adapters_on_spread_experts(rank, size, group):
+    """Made before or after the experts are spread, one or two, and experts with biases and columns in turn.
+
+    Factors are whole on every rank. Their gradients are sums over ranks of parts.
+    """
+    import peft
+
     mesh = init_device_mesh("cpu", (size,))
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    on_experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=names)
-    text = "parallelize_experts: model: expected experts without adapters, which are not spread over ranks, got"
+
+    def adapted(model, number=1):
+        torch.manual_seed(3)
+        for adapter in range(number):
+            options = {"r": 2 + adapter, "lora_alpha": 3, "target_modules": ["q_proj"], "target_parameters": names}
+            config = peft.LoraConfig(**options, init_lora_weights=False)
+            if adapter:
+                model.add_adapter("second", config)
+            else:
+                model = peft.get_peft_model(model, config)
+        model.base_model.set_adapter(["default", "second"][:number])
+        return model
+
+    several = [("Qwen3Moe", 2)] if PEFT >= (0, 20) else []  # peft 0.19 takes one
+    for kind, number in (("Qwen3Moe", 1), ("GptOss", 1), *several):
+        reference = adapted(model_of(kind, "eager"), number)
+        losses = [loss_of(reference, tokens_of(of, 9 + of)) for of in range(size)]
+        sum(loss for loss, _ in losses).backward()
+        for first in ("adapters", "spread"):
+            model = model_of(kind)
+            if first == "adapters":
+                model = adapted(model, number)
+                parallelize_experts(model, mesh)
+            else:
+                parallelize_experts(model, mesh)
+                model = adapted(model, number)
+            for _ in range(2):
+                model.zero_grad()
+                loss, logits = loss_of(model, tokens_of(rank, 9 + rank))
+                loss.backward()
+                assert difference(logits, losses[rank][1]) <= BOUND
+            found = dict(model.named_parameters())
+            trained = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+            assert {name for name, p in found.items() if p.grad is not None} == trained.keys()
+            assert sum("experts" in name for name in trained) == 2 * 2 * 2 * number
+            for name, want in trained.items():
+                dist.all_reduce(found[name].grad)
+                assert difference(found[name].grad, want) <= BOUND, (kind, first, name)
+            with model.disable_adapter(), torch.no_grad():
+                plain, wanted = (loss_of(of, tokens_of(rank))[1] for of in (model, model_of(kind, "eager")))
+            assert difference(plain, wanted) <= BOUND
+
+
+@case
+@needs_none(MISSING_PEFT or NO_EXPERT_PARALLELISM_OF_TRANSFORMERS)
+def adapters_with_the_parallelism_of_transformers(rank, size, group):
+    """Each rank has its experts' part of the factors' gradients."""
+    import peft
+
+    if not hasattr(DistributedConfig, "ep_implementation"):
+        return
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    on_experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+
+    def adapted(model):
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, on_experts)
+
+    reference, config = adapted(model_of("Qwen3Moe", "eager")), {"fsdp_size": 2, "ep_size": 2}
+    losses = [loss_of(reference, tokens_of(of)) for of in range(size)]
+    sum(loss for loss, _ in losses).backward()
+    options = {"experts_implementation": "moeblaze", "dtype": torch.float32}
+    distributed = DistributedConfig(**config, ep_implementation="moeblaze")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(saved(), distributed_config=distributed, **options)
+    model = adapted(loaded)
+    loss, logits = loss_of(model, tokens_of(rank))
+    loss.backward()
+    assert difference(logits, losses[rank][1]) <= BOUND
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == wanted.keys() and len(found) == 2 * 2 * 2
+    for name, want in wanted.items():
+        dist.all_reduce(found[name])
+        assert difference(found[name], want) <= BOUND, name
+
+
+@case
+@needs_none(MISSING_PEFT)
+def adapters_on_spread_experts_are_refused(rank, size, group):
+    """Whichever comes first: more ranks than the layer takes, products in e4m3, and other tuners than LoRA."""
+    import peft
+
+    mesh = init_device_mesh("cpu", (size,))
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    options = {"target_modules": [], "target_parameters": names}
+    on_experts = peft.LoraConfig(r=2, **options)
+    text = "parallelize_experts: model: expected experts without adapters, or with those of LoRA in peft 0.19 or later"
     model = peft.get_peft_model(model_of("Qwen3Moe"), on_experts)
-    expect(NotImplementedError, text, parallelize_experts, model, mesh)
-    model = model_of("Qwen3Moe")
-    parallelize_experts(model, mesh)
-    on_attention = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert torch.isfinite(on_attention(input_ids=tokens_of(rank)).logits).all()
-    model = model_of("Qwen3Moe")
-    parallelize_experts(model, mesh)
-    expect(NotImplementedError, text, loss_of, peft.get_peft_model(model, on_experts), tokens_of(rank))
+    expect(NotImplementedError, text, lambda: parallelize_experts(model, mesh, precision="fp8"))
+    parallelize_experts(model, mesh)  # as nothing has changed
+    in_fp8 = model_of("Qwen3Moe")
+    parallelize_experts(in_fp8, mesh, precision="fp8")
+    in_fp8 = peft.get_peft_model(in_fp8, on_experts)
+    expect(NotImplementedError, text, loss_of, in_fp8, tokens_of(rank))
+    wide = peft.get_peft_model(model_of("Qwen3Moe"), peft.LoraConfig(r=257, **options))
+    parallelize_experts(wide, mesh)
+    text = "moeblaze: Qwen3MoeExperts: the active adapters of a weight have 257 ranks together, more than 256"
+    expect(NotImplementedError, text, loss_of, wide, tokens_of(rank))
 
 
 @case
@@ -423,7 +516,7 @@ def patched_experts_that_are_sharded_themselves(rank, size, group):
 
 
 @case
-@needs_none(None if find_spec("peft") else "peft is not installed")
+@needs_none(MISSING_PEFT)
 def adapters_beside_experts_that_are_sharded(rank, size, group):
     """DDP, and FSDP2 of layers, of the experts, of peft's wrappers: each as one process with eager experts and peft."""
     import peft
