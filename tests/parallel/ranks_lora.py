@@ -131,6 +131,20 @@ def factors_beside_experts(rank, size, group):
 
 
 @case
+def factors_alone_are_trained(rank, size, group):
+    """As in a first layer with a frozen router: no gradient travels back."""
+    inputs, lora = Inputs(rank, counts_of(size, "uneven"), "absent"), factors_of()
+    want = wanted(inputs, lora)
+    with peers_over_gloo():
+        for route in ("exact", "pull"):
+            experts, here = ExpertGroup(group, E, route=route), part_of(lora, inputs.experts)
+            arguments = (t.detach() for t in inputs.local())
+            expert_parallel_moe(*arguments, experts, lora=here).backward(inputs.grad[inputs.here])
+            for name, factor in zip(FACTORS, here.factors, strict=True):
+                assert difference(factor.grad, want[f"lora.{name}"]) <= EXACT, (route, name)
+
+
+@case
 def factors_that_experts_share(rank, size, group):
     """Each rank has its experts' part of the gradient, which is the caller's to sum."""
     for options in ({}, {"slots": 20}):
