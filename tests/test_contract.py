@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import inspect
 import re
 from fnmatch import fnmatch
@@ -67,10 +68,15 @@ MODULES = {module_name(path): path for folder in FOLDERS for path in sorted((ROO
 KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu*"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> list[str]:
     """Absolute names of everything imported, also within functions: modules, or names that modules hold."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -79,6 +85,7 @@ def imports_of(path: Path) -> list[str]:
     return found
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """Modules of this package among the imports."""
     found = set()
@@ -125,7 +132,7 @@ def test_no_module_imports_itself_by_others():
 
 @pytest.mark.parametrize("module", FORMER)
 def test_former_paths_only_import(module):
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(MODULES[module])
     assert [type(node) for node in tree.body[:2]] == [ast.Expr, ast.ImportFrom] and len(tree.body) < 4
     (new,) = imported_modules(MODULES[module])
     assert new not in FORMER
@@ -149,7 +156,7 @@ def test_frameworks_are_optional(module):
     roots = {name.partition(".")[0] for name in imports_of(path)}
     assert "torch" not in roots or module.startswith(SPEAK_TORCH)
     assert "transformers" not in roots or module.startswith("interop.transformers.")
-    at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    at_import = [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in at_import for alias in node.names} | {getattr(n, "module", "") for n in at_import}
     assert not {"cupy", "matplotlib"} & {(name or "").partition(".")[0] for name in names}
 
@@ -161,6 +168,7 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
+@functools.cache
 def private_definitions(tree: ast.AST) -> set[str]:
     """Names of classes, functions and variables, and attributes that methods set of `self` or `cls`."""
     found = set()
@@ -191,7 +199,7 @@ def private_uses(tree: ast.AST) -> list[str]:
 
 def other_private_names(module: str, text: str) -> list[str]:
     """The private names in a module's text that neither it nor a module that it imports defines."""
-    trees = [ast.parse(text), *(ast.parse(MODULES[other].read_text()) for other in imported_modules(MODULES[module]))]
+    trees = [ast.parse(text), *(tree_of(MODULES[other]) for other in imported_modules(MODULES[module]))]
     own = set().union(*map(private_definitions, trees))
     return [name for name in private_uses(trees[0]) if name not in own]
 
@@ -225,7 +233,7 @@ def test_raw_module_belongs_to_the_loader(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_say_what_they_are_for(module):
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(MODULES[module])
     assert ast.get_docstring(tree)
 
 
@@ -248,7 +256,7 @@ def test_public_functions_have_docstrings(name):
 )
 def test_functions_of_frameworks_have_docstrings(module, names):
     """By the source, as torch and transformers may be missing."""
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(MODULES[module])
     public = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
     assert {node.name for node in public} >= names
     assert all(map(ast.get_docstring, public))
@@ -280,7 +288,7 @@ MIRROR = {
 def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
     """By name, with that of the class before a method's."""
     found = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         inside = node.body if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Module)) else ()
         prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
         found |= {prefix + child.name: child for child in inside if isinstance(child, ast.FunctionDef)}
