@@ -99,9 +99,9 @@ def moe(
     parameters, {"w1": parameter or pair, "w2": parameter}, of which w1 and w2 are views as a whole. The attribute is
     then set in forward.
     There are no second derivatives: a graph made by create_graph=True raises RuntimeError where it is used.
-    torch.compile, torch.export, make_fx, dispatch modes, tensor subclasses, and grad, vjp and vmap of torch.func (vmap
-    over tokens with the same experts) get operators of the namespace `moeblaze`. Forward-mode differentiation,
-    is_grads_batched, torch.jit.trace, and torch.export with gradients are refused.
+    torch.compile, torch.export, make_fx, dispatch modes, tensor subclasses, and grad and vjp of torch.func get
+    operators of the namespace `moeblaze`. vmap, forward-mode differentiation, is_grads_batched, torch.jit.trace, and
+    torch.export with gradients are refused.
     Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
     in float32; of another dtype than that and autocast's they come to it.
     w1, w2: either may be `QuantizedWeight` of tensors that require no gradient. Its parts are saved for backward, which
@@ -229,6 +229,7 @@ def _by_operators(
     differentiable: bool,
 ) -> torch.Tensor:
     """`_moe` for compilers, dispatch modes and transforms. of_fp8: the arrays of `call.fp8_weights`."""
+    torch_autograd.outside_of_vmap("moe", "x", (*layer, *of_fp8))
     fp8_weights, save = call.fp8_weights, options.save
     of_layer = options.gate_up, options.weights_on, options.unreduced, options.identity_experts, options.precision
     of_operators = Options.of(options.activation, *of_layer)
@@ -288,7 +289,7 @@ def route(
     loss is a function of them, and no gradient of its own of size (L, E) exists. The bias gets no gradient.
     renormalize: None means k > 1. Where k = 1, True makes every weight of softmax 1 and its gradient 0.
     Backward needs the ids as they are: to drop tokens, pass torch.where(mask, -1, ids) on, and change none in place.
-    Second derivatives and transforms as for `moe`; vmap takes logits alone, with a bias of all.
+    Second derivatives and transforms as for `moe`.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.route` does.
     """
     offsets = sequences if isinstance(sequences, torch.Tensor) else None
@@ -313,6 +314,7 @@ def route(
         "sums": sums,
     }
     if as_operators:
+        torch_autograd.outside_of_vmap("route", "logits", tensors)
         options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
         arguments = (logits, *others, k, *RouterOptions(**options))
         differentiable = torch.is_grad_enabled() and logits.requires_grad

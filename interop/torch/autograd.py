@@ -86,9 +86,8 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 
     def decorate(backward: Backward) -> Backward:
         def eager(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
-            if transformed() and any(map(private.is_batched, (*grad_outputs, *ctx.saved_tensors))):
-                expected = "no vmap over its backward, as per-sample gradients have"
-                raise RuntimeError(f"{function}: gradient: expected {expected}, got tensors batched by vmap")
+            if transformed():  # saved tensors are otherwise to be asked for once, by the backward
+                outside_of_vmap(function, "gradient", (*grad_outputs, *ctx.saved_tensors))
             if not torch.is_grad_enabled():
                 return backward(ctx, *grad_outputs)
             ctx.inputs_read = ()
@@ -141,6 +140,13 @@ def is_plain(tensors: Sequence[Any]) -> bool:
 def transformed() -> bool:
     """Whether a transform of torch.func is at work, whose tensors do not say whether they require gradients."""
     return not torch.compiler.is_compiling() and private.has_transforms()
+
+
+def outside_of_vmap(function: str, argument: str, tensors: Sequence[Any]) -> None:
+    """Raises RuntimeError for tensors that vmap has made of many. argument: the one that the message names."""
+    if transformed() and any(map(private.is_batched, tensors)):
+        expected = "a call outside of vmap, as the tokens of a batch are rows of one call"
+        raise RuntimeError(f"{function}: {argument}: expected {expected}, got tensors batched by vmap")
 
 
 def no_export(function: str) -> None:
@@ -264,34 +270,6 @@ class OperatorMoE(torch.autograd.Function):
             if total is not None:
                 grads[name] = stand_in(kind, read[name])
         return (*before, *(grads[name] if needed[name] else None for name in Layer._fields))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Calls of a batch with the same experts become one call with all their tokens."""
-        before = len(inputs) - len(Layer._fields)
-        layer, dims = Layer(*inputs[before:]), dict(zip(Layer._fields, in_dims[before:], strict=True))
-        for name, dim in dims.items():
-            if dim is not None and name not in ("x", "ids", "weights"):
-                argument = layer.argument(name)
-                raise RuntimeError(
-                    f"moe: {argument}: expected one tensor for all of vmap's batch, got one for each element"
-                )
-        if layer.token_offsets is not None:
-            raise RuntimeError("moe: token_offsets: expected None under vmap, got a tensor")
-
-        def batch(name: str) -> Any:
-            tensor, dim = getattr(layer, name), dims[name]
-            if tensor is None:
-                return None
-            return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-        every = {name: batch(name) for name in ("x", "ids", "weights")}
-        given: dict[str, Any] = {name: of for name, of in every.items() if of is not None}
-        folded = layer._replace(**{name: of.flatten(0, 1).contiguous() for name, of in given.items()})
-        call, *rest = inputs[:before]
-        shape = every["x"].shape[:2] if call.shape is None else (info.batch_size, *call.shape[:-1])
-        out, *kept = OperatorMoE.apply(call._replace(shape=None), *rest, *folded)  # type: ignore[no-untyped-call]
-        return (out.unflatten(0, shape), *kept), (0, *(None,) * len(kept))
 
 
 def _here(tensor: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ class _BackwardCall(NamedTuple):
         return cls(grad_out, read, kept, sums[0] if sums else Sums(), options, save, needs)
 
     def check_kept(self) -> None:
-        """Raises ValueError if these are not what the forward of these tensors made, as under vmap of a backward."""
+        """Raises ValueError if these are not what the forward of these tensors made."""
         slots_shape = _slots_shape(self.read, self.grad_out)
         sizes = _sizes(self.read, slots_shape, self.options, self.save)._asdict()
         for name, tensor in self.kept._asdict().items():

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks
 from moeblaze_cupy.interop.torch.autograd import Grads, first_derivatives_only, record_inputs
 from moeblaze_cupy.interop.torch.router_operators import READ_BY_ROUTER, Routing, asked_sums, route, route_bwd
 from moeblaze_cupy.router.options import RouterOptions
@@ -45,23 +44,6 @@ class OperatorRoute(torch.autograd.Function):
             return (None, *rest)
         grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
         return (route_bwd(grad_weights, weights, ids, *present, *read, *ctx.options), *rest)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Makes the calls of a batch one call with all their tokens. Only the logits may differ; a bias serves all."""
-        logits, bias, *rest = inputs
-        number = len(Routing._fields) - 2
-        alone = all(dim is None for dim in in_dims[1 : len(Routing._fields)]) and (bias is None or bias.dim() == 1)
-        if not alone or any(tensor is not None for tensor in rest[:number]) or RouterOptions(*rest[number + 1 :]).sums:
-            expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
-            raise RuntimeError(f"route: logits: expected {expected}, got more")
-        every = logits.movedim(in_dims[0], 0)
-        if every.dim() != 3:
-            raise checks.bad_value("route", "logits", "shape (L, E)", tuple(every.shape[1:]))
-        folded = every.flatten(0, 1).contiguous()
-        weights, ids, *sums = OperatorRoute.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
-        whole = every.shape[:2]
-        return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))
 
 
 class EagerRoute(torch.autograd.Function):
