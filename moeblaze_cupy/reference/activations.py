@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeblaze_cupy.reference.numerics import HostArray, cast, erf
+from moeblaze_cupy.reference.numerics import HostArray, cast, erf, sigmoid
 from moeblaze_cupy.types import FORMS, Activation
 
 Values = tuple[HostArray, HostArray]  # values of a function and of its derivative, elementwise
@@ -18,19 +18,13 @@ class Product(NamedTuple):
     M: Callable[..., Values]
 
 
-def _sigmoid(u: HostArray) -> HostArray:
-    small = np.exp(-np.abs(u))  # never overflows
-    sigmoid: HostArray = np.where(u >= 0, 1, small) / (1 + small)
-    return sigmoid
-
-
 def _unchanged(u: HostArray, **_: float) -> Values:
     return u, np.ones_like(u)
 
 
 def _silu(u: HostArray, **_: float) -> Values:
-    sigmoid = _sigmoid(u)
-    return u * sigmoid, sigmoid * (1 + u * (1 - sigmoid))
+    gate = sigmoid(u)
+    return u * gate, gate * (1 + u * (1 - gate))
 
 
 def _gelu(u: HostArray, **_: float) -> Values:
@@ -72,9 +66,9 @@ def _silu_clamped_after(u: HostArray, limit: float) -> Values:
 
 def _swish_of_clamped(u: HostArray, alpha: float, limit: float) -> Values:
     clamped = np.minimum(u, limit)
-    sigmoid = _sigmoid(alpha * clamped)
-    slope = sigmoid * (1 + alpha * clamped * (1 - sigmoid))
-    return clamped * sigmoid, np.where(u > limit, 0, slope)
+    gate = sigmoid(alpha * clamped)
+    slope = gate * (1 + alpha * clamped * (1 - gate))
+    return clamped * gate, np.where(u > limit, 0, slope)
 
 
 def _clamp_plus_one(u: HostArray, limit: float, **_: float) -> Values:
@@ -83,9 +77,9 @@ def _clamp_plus_one(u: HostArray, limit: float, **_: float) -> Values:
 
 
 def _capped_silu(u: HostArray, gate_cap: float, **_: float) -> Values:
-    tanh, sigmoid = np.tanh(u / gate_cap), _sigmoid(u)
+    tanh, gate = np.tanh(u / gate_cap), sigmoid(u)
     capped = gate_cap * tanh
-    return capped * sigmoid, sigmoid * (1 - tanh * tanh) + capped * sigmoid * (1 - sigmoid)
+    return capped * gate, gate * (1 - tanh * tanh) + capped * gate * (1 - gate)
 
 
 def _cap(u: HostArray, up_cap: float, **_: float) -> Values:

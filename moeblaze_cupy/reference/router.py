@@ -4,15 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, softmax
+from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, sigmoid, softmax
 
 NORMALIZER = 1e-20  # added to the sum of a token's sigmoid or sqrt_softplus scores to make shares of it
-
-
-def sigmoid(x: HostArray) -> HostArray:
-    small = np.exp(-np.abs(x))  # it does not overflow, and keeps the digits of scores near 0
-    scores: HostArray = np.where(np.signbit(x), small, 1) / (1 + small)
-    return scores
 
 
 def softplus(x: HostArray) -> HostArray:
@@ -85,8 +79,7 @@ def _outside_of_groups(ranked_by: HostArray, groups: tuple[int, int, int]) -> Ho
     L, E = ranked_by.shape
     by_group = ranked_by.reshape(L, n, E // n)
     largest = np.take_along_axis(by_group, _descending(by_group)[..., :top], axis=2)
-    with np.errstate(invalid="ignore"):
-        order = _descending(largest.sum(axis=2))  # (L, n)
+    order = _descending(largest.sum(axis=2))  # (L, n)
     outside = np.ones((L, n), bool)
     np.put_along_axis(outside, order[:, :kept], False, axis=1)
     return np.repeat(outside, E // n, axis=1)
@@ -125,11 +118,11 @@ def _owners(offsets: HostArray, number: int, limit: int) -> HostArray:
     return np.where(found < limit, found, -1)
 
 
-def _tokens(shape: tuple[int, ...], L: int, token_offsets: HostArray | None) -> HostArray:
-    """Returns the token of each pair of ids of this shape, flat; -1 for pairs outside of the offsets."""
-    if token_offsets is None:
-        return np.repeat(np.arange(L), shape[1])
-    return _owners(token_offsets, shape[0], L)
+def _slots(ids: HostArray, L: int, E: int, token_offsets: HostArray | None) -> tuple[HostArray, HostArray, HostArray]:
+    """Returns the token and the id of each slot, flat, and whether it has both; -1 for one outside of the offsets."""
+    flat = ids.reshape(-1)
+    token = np.repeat(np.arange(L), ids.shape[1]) if token_offsets is None else _owners(token_offsets, len(ids), L)
+    return token, flat, (flat >= 0) & (flat < E) & (token >= 0)
 
 
 def _sequences(L: int, sequences: Any, token_mask: HostArray | None) -> tuple[int, HostArray]:
@@ -145,8 +138,7 @@ def _sequences(L: int, sequences: Any, token_mask: HostArray | None) -> tuple[in
 def _per_token(values: HostArray, token: HostArray, L: int, add: Any = np.add, start: float = 0) -> HostArray:
     """Returns the sum (or np.maximum) of each token's pairs, at each of its pairs."""
     total = np.full(L, start, values.dtype)
-    with np.errstate(invalid="ignore"):
-        add.at(total, token, values)
+    add.at(total, token, values)
     return total[token]
 
 
@@ -178,22 +170,20 @@ def route(
     if ids is None:
         assert k is not None
         ids = _select(x, k, score, bias, bias_on, groups, top_p, threshold)
-    token, flat = _tokens(ids.shape, L, token_offsets), ids.reshape(-1)
-    present = (flat >= 0) & (flat < E) & (token >= 0)
+    token, flat, present = _slots(ids, L, E, token_offsets)
     if token_mask is not None and L:
         present &= np.asarray(token_mask, bool)[token]
     owner, chosen = token[present], flat[present]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        if score == "softmax" and renormalize:  # p / sum(p) over the chosen is the softmax over the chosen
-            values = x[owner, chosen]
-            values = np.exp(values - _per_token(values, owner, L, np.maximum, -np.inf))
-            values = values / _per_token(values, owner, L)
-        else:
-            values = scores_of(x, score)[owner, chosen]
-            if renormalize:
-                values = values / (_per_token(values, owner, L) + x.dtype.type(eps))
-        weights = np.zeros(flat.shape, x.dtype)
-        weights[present] = values * x.dtype.type(scale)
+    if score == "softmax" and renormalize:  # p / sum(p) over the chosen is the softmax over the chosen
+        values = x[owner, chosen]
+        values = np.exp(values - _per_token(values, owner, L, np.maximum, -np.inf))
+        values = values / _per_token(values, owner, L)
+    else:
+        values = scores_of(x, score)[owner, chosen]
+        if renormalize:
+            values = values / (_per_token(values, owner, L) + x.dtype.type(eps))
+    weights = np.zeros(flat.shape, x.dtype)
+    weights[present] = values * x.dtype.type(scale)
     kept = np.where(present, flat, -1).astype(np.int32).reshape(ids.shape)
     results = weights.reshape(ids.shape), kept
     return (*results, _sums(x, sums, *_sequences(L, sequences, token_mask))) if sums else results
@@ -210,10 +200,9 @@ def _sums(x: HostArray, sums: tuple[str, ...], number: int, sequence: HostArray)
         return total.astype(x.dtype)
 
     names = [name for name in sums if name not in ("z", "entropy")]
-    with np.errstate(invalid="ignore"):
-        score_sums = added(_shares(x, names[0])) if names else None
-        z_sums = added(_log_sum_exp(x) ** 2) if "z" in sums else None
-        entropy_sums = added(_entropies(x)) if "entropy" in sums else None
+    score_sums = added(_shares(x, names[0])) if names else None
+    z_sums = added(_log_sum_exp(x) ** 2) if "z" in sums else None
+    entropy_sums = added(_entropies(x)) if "entropy" in sums else None
     return score_sums, z_sums, entropy_sums
 
 
@@ -248,34 +237,30 @@ def route_backward(
     compute = compute_dtype(logits)
     x = cast(logits, compute)
     L, E = x.shape
-    token, flat = _tokens(ids.shape, L, token_offsets), ids.reshape(-1)
-    present = (flat >= 0) & (flat < E) & (token >= 0)
+    token, flat, present = _slots(ids, L, E, token_offsets)
     owner, chosen = token[present], flat[present]
     w, g = (cast(array.reshape(-1)[present], compute) for array in (weights, grad_weights))
     dots, grad = np.zeros(L, compute), np.zeros((L, E), compute)
     wide = compute.type
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        np.add.at(dots, owner, w * g)
-        dot, at_ids = dots[owner], x[owner, chosen]
-        if score in ("identity", "relu"):
-            at_chosen = wide(scale) * g
-            if renormalize:
-                total = _per_token(scores_of(at_ids, score), owner, L) + wide(eps)
-                at_chosen = (at_chosen - dot) / total
-            if score == "relu":
-                at_chosen = np.where(at_ids > 0, at_chosen, 0)
-        else:
-            at_chosen = w * (g - dot / wide(scale)) if renormalize else w * g
-            if score != "softmax":
-                at_chosen = at_chosen * log_slope(at_ids, score)
-        np.add.at(grad, (owner, chosen), at_chosen)
-        if score == "softmax" and not renormalize:
-            grad -= np.where(dots[:, None] == 0, 0, softmax(x) * dots[:, None])  # also of a NaN without a slot
-        _, sequence = _sequences(L, sequences, token_mask)
-        inside = np.flatnonzero(sequence >= 0)
-        grad[inside] += _sums_backward(
-            x[inside], sums, sequence[inside], grad_score_sums, grad_z_sums, grad_entropy_sums
-        )
+    np.add.at(dots, owner, w * g)
+    dot, at_ids = dots[owner], x[owner, chosen]
+    if score in ("identity", "relu"):
+        at_chosen = wide(scale) * g
+        if renormalize:
+            total = _per_token(scores_of(at_ids, score), owner, L) + wide(eps)
+            at_chosen = (at_chosen - dot) / total
+        if score == "relu":
+            at_chosen = np.where(at_ids > 0, at_chosen, 0)
+    else:
+        at_chosen = w * (g - dot / wide(scale)) if renormalize else w * g
+        if score != "softmax":
+            at_chosen = at_chosen * log_slope(at_ids, score)
+    np.add.at(grad, (owner, chosen), at_chosen)
+    if score == "softmax" and not renormalize:
+        grad -= np.where(dots[:, None] == 0, 0, softmax(x) * dots[:, None])  # also of a NaN without a slot
+    _, sequence = _sequences(L, sequences, token_mask)
+    inside = np.flatnonzero(sequence >= 0)
+    grad[inside] += _sums_backward(x[inside], sums, sequence[inside], grad_score_sums, grad_z_sums, grad_entropy_sums)
     return cast(grad, logits.dtype)
 
 

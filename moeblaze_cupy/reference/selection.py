@@ -164,8 +164,7 @@ def quantile_histogram(
     is_nan = np.isnan(biased).any(axis=1)
     line = np.where(is_nan | ~present.any(axis=1), np.nan, biased.max(axis=1, initial=-np.inf))[:, None]
     low, high = (cast(bounds, compute)[i] for i in range(2))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        place = (line - scores - low) * (compute.type(bins) / (high - low))
+    place = (line - scores - low) * (compute.type(bins) / (high - low))
     token, expert = np.nonzero(~np.isnan(place))
     bin_ = np.clip(place[token, expert], 0, bins - 1).astype(np.int64)
     np.add.at(histogram, (expert, bin_), 1)
