@@ -256,10 +256,6 @@ def in_storage_order(array: Array, rows: int | None, columns: int) -> str:
     return f"; pass its transposed view, .{swap}(1, 2)?" if fits else ""
 
 
-def strides_that_matter(array: Array) -> tuple[int, ...]:
-    return tuple(stride for n, stride in zip(array.shape, array.strides, strict=True) if n != 1)
-
-
 def activation(function: str, value: Any) -> None:
     is_name = isinstance(value, str)  # `in` would compare an array element by element
     if not isinstance(value, Activation) and not (is_name and value in ACTIVATIONS):
@@ -314,8 +310,8 @@ def layer(function: str, given: LayerArrays, options: LayerOptions) -> None:
         if array.dtype != x.dtype:
             raise bad_type(function, name, f"dtype {x.dtype}, that of x", array.dtype)
         weight_order(function, name, array)
-    if len(w1) == 2 and strides_that_matter(w1[0]) != strides_that_matter(w1[1]):
-        raise bad_value(function, "w1", "gate and up with equal strides", f"{w1[0].strides} and {w1[1].strides}")
+    if len(w1) == 2:
+        alike(function, "w1", *w1)
     if token_offsets is None:
         shape(function, "ids", chosen, "L, k", (L, None))
     else:
@@ -350,7 +346,7 @@ def _biases(
         dtype(function, name, array, tuple(dict.fromkeys(("float32", x_dtype))))
         bias_order(function, name, array)
     if len(b1) == 2:
-        _alike(function, "b1", *b1)
+        alike(function, "b1", *b1)
 
 
 def bias_order(function: str, argument: str, array: Array) -> None:
@@ -361,9 +357,9 @@ def bias_order(function: str, argument: str, array: Array) -> None:
         )
 
 
-def _alike(function: str, argument: str, gate: Array, up: Array) -> None:
-    """Checks that both halves of a bias are alike, as one launch serves both."""
-    if strides_that_matter(gate) != strides_that_matter(up):
+def alike(function: str, argument: str, gate: Array, up: Array) -> None:
+    """Checks that both halves of a weight or a bias are alike, as one launch serves both."""
+    if any(n != 1 and a != b for n, a, b in zip(gate.shape, gate.strides, up.strides, strict=True)):
         raise bad_value(function, argument, "gate and up with equal strides", f"{gate.strides} and {up.strides}")
     dtype(function, f"{argument}[1]", up, (gate.dtype,))
 
@@ -391,12 +387,8 @@ def accumulated(
         dtype(function, name, array, tuple(dict.fromkeys(("float32", x_dtype))))
         (weight_order if len(weight_shape) == 3 else bias_order)(function, name, array)
         without_overlap(function, name, array)
-    names = tuple(buffers)
-    gate, up = buffers[names[0]], buffers[names[-1]]
-    if strides_that_matter(gate) != strides_that_matter(up):
-        got = f"{gate.strides} and {up.strides}"
-        raise bad_value(function, names[0].removesuffix("[0]"), "gate and up with equal strides", got)
-    dtype(function, names[-1], up, (gate.dtype,))
+    if len(buffers) == 2:
+        alike(function, next(iter(buffers)).removesuffix("[0]"), *buffers.values())
 
 
 def without_overlap(function: str, argument: str, array: Array) -> None:

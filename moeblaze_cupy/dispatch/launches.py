@@ -195,57 +195,32 @@ def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict
 
 def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) -> tuple[Buffer, Buffer | None, Lists]:
     """Returns the index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`) and all addresses."""
-    if steps.list_tokens or steps.mark_identity:
-        return _dispatch_slots(run, steps, ids, token_offsets)
     index = steps.index
     counts = run.empty((steps.counts,), "int32") if steps.counts else None
     copy = run.empty(index.slots_shape, "int32") if steps.copies_ids else None
-    counts_ptr, copy_ptr = counts.ptr if counts else 0, copy.ptr if copy else 0
+    lists = tokens = masked = None
+    read, copy_ptr, counts_ptr = ids, copy.ptr if copy else 0, counts.ptr if counts else 0
+    if steps.list_tokens:
+        lists, tokens = run.empty((index.size,), "int32"), run.empty((index.num_slots,), "int32")
+        masked = copy or run.empty((index.num_slots,), "int32")
+        run.launch(steps.list_tokens, ids, token_offsets, masked.ptr, tokens.ptr, *index.addresses(lists.ptr))
+        read, copy_ptr = masked.ptr, 0
     if steps.count:
-        run.launch(steps.count, ids, copy_ptr, counts_ptr)
-        if copy:
-            ids, copy_ptr = copy_ptr, 0
-    lists = run.empty((index.size,), "int32")
+        run.launch(steps.count, read, copy_ptr, counts_ptr)
+        if copy_ptr:
+            read, copy_ptr = copy_ptr, 0
+    lists = lists or run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)
-    run.launch(steps.route, ids, copy_ptr, counts_ptr, *addresses)
+    run.launch(steps.route, read, copy_ptr, counts_ptr, *addresses)
+    if steps.mark_identity:
+        run.launch(steps.mark_identity, ids, tokens.ptr if tokens else 0, *addresses)
+    if tokens and steps.rows_to_tokens:
+        run.launch(steps.rows_to_tokens, tokens.ptr, *addresses)
     if steps.bound:
-        _cut_off(run, steps.bound, index, lists, addresses)
+        run.launch(steps.bound, *addresses, lists.ptr + 4 * index.places["dropped"][0])
     return lists, copy, addresses
 
 
 def index_lists(run: Runtime, steps: Dispatch, pointers: Sequence[int]) -> tuple[Buffer, Buffer | None]:
     """Returns the same without the addresses. pointers: ids, token_offsets."""
     return dispatch(run, steps, *pointers)[:2]
-
-
-def _cut_off(run: Runtime, bound: Launch, index: IndexLayout, lists: Buffer, addresses: Lists) -> None:
-    run.launch(bound, *addresses, lists.ptr + 4 * index.places["dropped"][0])
-
-
-def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
-    """Runs `dispatch` of pairs, or with identity experts."""
-    index = steps.index
-    lists = run.empty((index.size,), "int32")
-    addresses = index.addresses(lists.ptr)
-    tokens, plain_ids, masked, copy_ptr = None, ids, None, 0
-    copy = run.empty(index.slots_shape, "int32") if steps.copies_ids else None
-    if steps.list_tokens:
-        tokens, masked = run.empty((index.num_slots,), "int32"), copy or run.empty((index.num_slots,), "int32")
-        run.launch(steps.list_tokens, ids, token_offsets, masked.ptr, tokens.ptr, *addresses)
-        plain_ids = masked.ptr
-    elif copy:
-        copy_ptr = copy.ptr
-    counts = run.empty((steps.counts,), "int32") if steps.counts else None
-    counts_ptr = counts.ptr if counts else 0
-    if steps.count:
-        run.launch(steps.count, plain_ids, copy_ptr, counts_ptr)
-        if copy_ptr:
-            plain_ids, copy_ptr = copy_ptr, 0
-    run.launch(steps.route, plain_ids, copy_ptr, counts_ptr, *addresses)
-    if steps.mark_identity:
-        run.launch(steps.mark_identity, ids, tokens.ptr if tokens else 0, *addresses)
-    if tokens and steps.rows_to_tokens:
-        run.launch(steps.rows_to_tokens, tokens.ptr, *addresses)
-    if steps.bound:
-        _cut_off(run, steps.bound, index, lists, addresses)
-    return lists, copy, addresses

@@ -73,8 +73,8 @@ def check(w1: tuple[arrays.Array, ...], w2: arrays.Array, gate_up: str) -> tuple
         checks.dtype(NAME, name, array, checks.floats(w2))
         checks.dtype(NAME, name, array, (w2.dtype,))
         checks.weight_order(NAME, name, array)
-    if len(w1) == 2 and checks.strides_that_matter(w1[0]) != checks.strides_that_matter(w1[1]):
-        raise checks.bad_value(NAME, "w1", "gate and up with equal strides", f"{w1[0].strides} and {w1[1].strides}")
+    if len(w1) == 2:
+        checks.alike(NAME, "w1", *w1)
     if d % MULTIPLE or h % MULTIPLE or not d * h:
         raise checks.bad_value(NAME, "w2", f"d and h that are multiples of {MULTIPLE}", f"(d, h) = ({d}, {h})")
     checks.experts(NAME, "w2", E)
