@@ -94,6 +94,7 @@ CASES = {
     "tests/transformers/test_transformers_lora.py::test_steps_of_a_model_and_its_adapters_on_disk": (1, 0),
     "tests/transformers/test_transformers_lora.py::test_trainer": (0, 0),
     "tests/transformers/test_transformers_parallel.py": (ALL, 0),
+    "tests/transformers/test_transformers_quantised.py": (2, 0),
 }
 
 

@@ -9,6 +9,6 @@ from moeblaze_cupy.checks import installed
 installed("moeblaze_cupy.interop.transformers", "torch")
 installed("moeblaze_cupy.interop.transformers", "transformers")
 
-from moeblaze_cupy.interop.transformers.api import Patched, patch, quantize_weights, register  # noqa: E402
+from moeblaze_cupy.interop.transformers.api import Patched, pack_experts, patch, quantize_weights, register  # noqa: E402
 
-__all__ = ["Patched", "patch", "quantize_weights", "register"]
+__all__ = ["Patched", "pack_experts", "patch", "quantize_weights", "register"]

@@ -11,11 +11,20 @@ import torch
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.fp8 import checks as fp8_checks
-from moeblaze_cupy.interop.transformers import lora, private
+from moeblaze_cupy.interop.torch import fp8 as torch_fp8
+from moeblaze_cupy.interop.transformers import lora, private, quantised
 from moeblaze_cupy.interop.transformers.experts import arguments_of, experts, layer_options, set_held, unfit, weights_of
 from moeblaze_cupy.interop.transformers.formula import foreign_forward, formula_of, has_own_forward, name_of, refuse
-from moeblaze_cupy.interop.transformers.patches import CALLERS, OUT_OF_REACH, PATCHES, bind, is_bound, set_held_bound
-from moeblaze_cupy.types import SAVE_POLICIES
+from moeblaze_cupy.interop.transformers.patches import (
+    CALLERS,
+    OUT_OF_REACH,
+    PATCHES,
+    Weights,
+    bind,
+    is_bound,
+    set_held_bound,
+)
+from moeblaze_cupy.types import SAVE_POLICIES, WEIGHT_FORMATS, QuantizedWeight
 
 
 def register(
@@ -51,7 +60,7 @@ def register(
         parameters, adapters = weights_of(self), lora.taken(self)
         reason = formula.reason or unfit(parameters) or lora.unfit(adapters)
         if reason:
-            refuse(type(self), reason, "grouped_mm", falls_back)
+            refuse(type(self), reason, "grouped_mm", falls_back and not isinstance(parameters[0], QuantizedWeight))
             grouped_mm, arguments = private.grouped_mm_experts_forward, (hidden_states, top_k_index, top_k_weights)
             out: torch.Tensor = lora.call(adapters, grouped_mm, self, *arguments)
             return out
@@ -114,12 +123,64 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str,
             formula = formula_of(module)
             if formula.activation is None:
                 raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
+            if quantised.packed(module) is not None:
+                raise checks.bad_value("quantize_weights", name, "experts in floats", "packed ones")
             w1, w2, _ = arguments_of(module)
             held[name] = set_held(name, module, weights_of(module), w1, w2, formula.gate_up, hold)
     if not held:
         expected = 'experts with precision="fp8", of register or patch'
         raise checks.bad_value("quantize_weights", "model", expected, f"a {type(model).__name__} without")
     return tuple(name for name, holds in held.items() if holds)
+
+
+def pack_experts(model: torch.nn.Module, format: str) -> tuple[str, ...]:
+    """Packs the frozen experts of a model in four or eight bits, in place, module by module.
+
+    Each weight is freed once its module is packed. Forwards then need the experts implementation "moeblaze", or another
+    name of `register`, without `precision`. Biases and routers stay parameters, which may train.
+    model: in bf16, on the CPU also in fp32. On the device meta it gets empty parts, for
+    `load_state_dict(state, assign=True)`.
+    format: of `moeblaze_cupy.quantize_experts`. Experts that are packed in it stay as they are.
+    In the place of a parameter such as `gate_up_proj` are uint8 parameters `gate_up_proj_data` and
+    `gate_up_proj_scales`, or `gate_up_proj_blocks` and `gate_up_proj_scales` in "mxfp4". The state dict has these.
+    Covers the classes that transformers dispatches, and Llama4TextExperts, LongcatFlashExperts and Step3p7Experts after
+    `patch`.
+    Returns the names of the modules with packed experts. Raises ValueError for experts that train, for those in another
+    format and for a model without experts, NotImplementedError for experts that the layer cannot compute, RuntimeError
+    for DTensors, and the errors of `quantize_experts`. Modules before the one with an error are packed then.
+    """
+    checks.one_of("pack_experts", "format", format, WEIGHT_FORMATS)
+    found = {n: m for n, m in model.named_modules() if is_bound(m) or private.is_dispatched(m)}
+    for name, module in found.items():
+        _pack(name, module, format)
+    if not found:
+        expected = "experts that transformers dispatches or that `patch` serves"
+        raise checks.bad_value("pack_experts", "model", expected, f"a {type(model).__name__} without")
+    return tuple(found)
+
+
+def _pack(name: str, module: Any, format: str) -> None:
+    packed = quantised.packed(module)
+    if packed is not None:
+        if {format} != {weight.format for weight in packed}:
+            raise checks.bad_value("pack_experts", name, f"experts in floats or {format!r}", repr(packed[0].format))
+        return
+    kind = name_of(type(module))
+    if is_bound(module):
+        weights = PATCHES[kind].weights(module)
+        reason = "" if len(weights.parameters) == 2 and hasattr(module, "down_proj") else "its weights are in its parts"
+    else:
+        w1, w2, _ = arguments_of(module)
+        weights, reason = Weights(w1, w2, weights_of(module)), formula_of(module).reason
+    reason = reason or unfit(weights.parameters)
+    if reason:
+        raise NotImplementedError(f"pack_experts: {name}: {kind}: {reason}")
+    for of, parameter in zip(quantised.projections(module), weights.parameters, strict=True):
+        torch_fp8.refuse_parts(f"pack_experts: {name}.{of}", hasattr(parameter, "to_local"))
+        if parameter.requires_grad:
+            expected = "a frozen weight; model.requires_grad_(False) before freezes all"
+            raise checks.bad_value("pack_experts", f"{name}.{of}", expected, "one that requires a gradient")
+    quantised.pack(module, weights.w1, weights.w2, format)
 
 
 class Patched(NamedTuple):

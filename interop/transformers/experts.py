@@ -8,8 +8,9 @@ import torch
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import fp8 as torch_fp8
 from moeblaze_cupy.interop.torch.api import moe
-from moeblaze_cupy.interop.transformers import lora
+from moeblaze_cupy.interop.transformers import lora, quantised
 from moeblaze_cupy.interop.transformers.formula import Formula
+from moeblaze_cupy.types import QuantizedWeight
 
 Tensor = torch.Tensor
 Weight = torch_fp8.Weight
@@ -25,7 +26,7 @@ def experts(
     of: Callable[[Any], Any] = lambda parameter: parameter,
     precision: str | None = None,
     keep_saved: bool = False,
-    parameters: tuple[Tensor, Tensor] | None = None,
+    parameters: tuple[Any, Any] | None = None,
     adapters: lora.Adapters = lora.NONE,
     start: int = 0,
 ) -> Tensor:
@@ -51,29 +52,40 @@ def experts(
     return out
 
 
-def weights_of(module: Any) -> tuple[Tensor, Tensor]:
-    """Returns the parameters with the weights of both products, in the module's own layout."""
+def weights_of(module: Any) -> tuple[Any, Any]:
+    """Returns the parameters with the weights of both products, in the module's own layout, or what they are packed in.
+
+    The latter are two `QuantizedWeight`, in the layer's order, of this rank's experts.
+    """
+    packed = quantised.packed(module)
+    if packed is not None:
+        return packed
     return module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj, module.down_proj
 
 
 def arguments_of(
     module: Any,
     of: Callable[[Any], Any] = lambda parameter: parameter,
-    parameters: tuple[Tensor, Tensor] | None = None,
+    parameters: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns w1, w2 and the biases by name, in the layer's order. `of` is applied to each parameter first."""
-    w1, w2 = map(of, weights_of(module) if parameters is None else parameters)
-    if not getattr(module, "is_transposed", False):
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    """Returns w1, w2 and the biases by name, in the layer's order. `of` is applied first to what is not packed."""
+    w1, w2 = weights_of(module) if parameters is None else parameters
+    if not isinstance(w1, QuantizedWeight):
+        w1, w2 = of(w1), of(w2)
+        if not getattr(module, "is_transposed", False):
+            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     if not getattr(module, "has_bias", False):
         return w1, w2, {}
     b1 = module.gate_up_proj_bias if getattr(module, "has_gate", True) else module.up_proj_bias
     return w1, w2, {"b1": of(b1), "b2": of(module.down_proj_bias)}
 
 
-def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Weight, w2: Tensor, **options: Any) -> Tensor:
+def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Any, w2: Any, **options: Any) -> Tensor:
     """Computes `moe` in the dtype of the weights, or in autocast's. The result has the dtype of x."""
-    rows = x if torch_arguments.in_autocast(x) else x.to(w2.dtype)
+    if isinstance(w2, QuantizedWeight):
+        rows, w1, w2 = quantised.in_one_dtype(x, w1, w2)
+    else:
+        rows = x if torch_arguments.in_autocast(x) else x.to(w2.dtype)
     if weights is not None:
         weights = (weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()).contiguous()
     out = moe(rows.contiguous(), ids.contiguous(), weights, w1, w2, **options)
@@ -90,8 +102,10 @@ def layer_options(save: str, precision: str | None, keep_saved: bool = False) ->
     return options
 
 
-def unfit(weights: tuple[Tensor, ...]) -> str:
+def unfit(weights: tuple[Any, ...]) -> str:
     """Returns why the layer cannot compute with these weights of a module, or ""."""
+    if isinstance(weights[0], QuantizedWeight):
+        return ""  # `moe` checks them
     dtype = weights[0].dtype
     for weight in weights:
         if weight.dtype is not dtype and not torch_arguments.in_autocast(weight):

@@ -23,7 +23,7 @@ from moeblaze_cupy.interop.transformers import experts as transformers_experts
 from moeblaze_cupy.interop.transformers import lora, private
 from moeblaze_cupy.interop.transformers.formula import formula_of, name_of
 from moeblaze_cupy.interop.transformers.patches import OUT_OF_REACH, PATCHES
-from moeblaze_cupy.types import SAVE_POLICIES
+from moeblaze_cupy.types import SAVE_POLICIES, QuantizedWeight
 
 Tensor = torch.Tensor
 
@@ -124,7 +124,7 @@ def _has_experts(name: str, module: Any) -> bool:
     reason = formula_of(module).reason or transformers_experts.unfit(weights)
     if reason:
         raise NotImplementedError(f"parallelize_experts: {name}: {kind}: {reason}")
-    if isinstance(weights[0], DTensor):
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
         expected = "whole experts, before FSDP2 and any other plan"
         raise ValueError(f"parallelize_experts: model: expected {expected}, got DTensors in {name}")
     return True
@@ -184,7 +184,7 @@ def _over_ranks(
     start = experts.rank * experts.local_experts
     w1, w2, biases = transformers_experts.arguments_of(module, _local)
     has_norm = getattr(module, "has_post_expert_norm", False)
-    plain = not biases and formula.gate_up == "halves" and not has_norm
+    plain = not (biases or has_norm or formula.gate_up != "halves" or isinstance(w1, QuantizedWeight))
     rows, wide = x, weights
     follows_autocast = torch_arguments.in_autocast(x)
     if follows_autocast and not plain:  # before rows travel; `expert_parallel_moe` does so itself

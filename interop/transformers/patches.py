@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moeblaze_cupy.interop.torch.fp8 import Weight
-from moeblaze_cupy.interop.transformers import lora, private
+from moeblaze_cupy.interop.transformers import lora, private, quantised
 from moeblaze_cupy.interop.transformers.experts import fp8_options, layer, set_held, unfit
 from moeblaze_cupy.interop.transformers.formula import Formula, foreign_forward, formula_of, name_of, refuse
 
@@ -16,11 +15,11 @@ Tensor = torch.Tensor
 
 
 class Weights(NamedTuple):
-    """Weights of a module in the layer's order, as views of its parameters."""
+    """Weights of a module in the layer's order, as views of its parameters, or the `QuantizedWeight` of both."""
 
-    w1: Weight
-    w2: Tensor
-    parameters: tuple[Tensor, ...]
+    w1: Any
+    w2: Any
+    parameters: tuple[Any, ...]
     lora: Mapping[str, Any] = types.MappingProxyType({})  # the option of `moe`
 
 
@@ -117,13 +116,15 @@ def _forward_of(patch: Patch) -> Callable[..., Any]:
         formula, adapters = formula_of(self, patch.activation), lora.taken(self)
         adapts = self.moeblaze_options.get("precision") is None
         reason = formula.reason or _bypassed(self, patch.parts, adapts)
+        packed = quantised.packed(self)
         if not reason:
-            weights, used = patch.weights(self), lora.of_parts(self, patch.parts) if patch.parts else adapters
+            weights = patch.weights(self) if packed is None else Weights(*packed, packed)
+            used = lora.of_parts(self, patch.parts) if patch.parts else adapters
             reason = unfit(weights.parameters) or lora.unfit(used)
             if not reason:
                 weights = weights._replace(lora=lora.option(used, weights.w2, patch.turned))
                 return patch.compute(self, formula, weights, *arguments, **named)
-        refuse(type(self), reason, "before", self.moeblaze_falls_back)
+        refuse(type(self), reason, "before", self.moeblaze_falls_back and packed is None)
         return lora.call(adapters, patch.own, self, *arguments, **named)
 
     return forward  # its name is the one that unpickling looks up: it finds the class's own

@@ -20,8 +20,10 @@ __all__ = [
     "grouped_mm_experts_forward",
     "has_hooks",
     "is_dispatched",
+    "is_of_layer",
     "is_registered",
     "is_swapped",
+    "own_parameter",
     "param_wrapper",
     "parameter_names",
     "stand_in",
@@ -31,6 +33,11 @@ __all__ = [
 def is_registered(name: str) -> bool:
     """Whether transformers has an experts implementation of this name, its own or another library's."""
     return name in ExpertsInterface._global_mapping
+
+
+def is_of_layer(name: str) -> bool:
+    """Whether this layer is registered under the name."""
+    return str(getattr(ExpertsInterface._global_mapping.get(name), "__module__", "")).startswith(__package__)
 
 
 def experts_implementation(module: Any) -> str:
@@ -54,6 +61,11 @@ def has_hooks(module: Any) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def own_parameter(module: Any, name: str) -> Any:
+    """The module's own parameter of this name, or None where a parametrisation stands in its place."""
+    return module._parameters.get(name)
 
 
 def parameter_names(module: Any) -> set[str]:
