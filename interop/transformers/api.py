@@ -254,3 +254,4 @@ _EXPERTS = {"gate_up_proj", "down_proj"}  # parameters that experts classes have
 
 register()
 lora.follow_peft(_takes_adapters)
+private.set_quantizer("mxfp4", quantised.Mxfp4Quantizer)

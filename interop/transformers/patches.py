@@ -253,5 +253,5 @@ OUT_OF_REACH = {
     "VitPoseNaiveMoe": "its experts are modules of their own",
     "DogeCDMoE": "its experts have one hidden column",
     "FP8Experts": _QUANTISED,
-    "Mxfp4GptOssExperts": _QUANTISED,
+    "Mxfp4GptOssExperts": "its weights are in transformers' own order: load with experts_implementation='moeblaze'",
 }

@@ -9,10 +9,13 @@ import types
 from typing import Any
 
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.quantizers import quantizer_mxfp4
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 # `ExpertsInterface.register` is documented. Its module and the function, which computes by grouped products, are not.
 __all__ = [
     "ExpertsInterface",
+    "Mxfp4HfQuantizer",
     "activated",
     "can_activate",
     "experts_implementation",
@@ -23,11 +26,15 @@ __all__ = [
     "is_of_layer",
     "is_registered",
     "is_swapped",
+    "keep_as_loaded",
     "own_parameter",
     "param_wrapper",
     "parameter_names",
+    "set_quantizer",
     "stand_in",
 ]
+
+Mxfp4HfQuantizer: Any = quantizer_mxfp4.Mxfp4HfQuantizer
 
 
 def is_registered(name: str) -> bool:
@@ -105,3 +112,13 @@ def stand_in(first: Any, second: Any, weight: Any, swapped: bool) -> Any:
         get_param=lambda: weight,
         _did_swap_in_out_features=swapped,
     )
+
+
+def set_quantizer(method: str, quantizer: Any) -> None:
+    """Has `from_pretrained` read a method's checkpoints by this class. `register_quantizer` takes only new methods."""
+    AUTO_QUANTIZER_MAPPING[method] = quantizer
+
+
+def keep_as_loaded(module: Any) -> None:
+    """Has `from_pretrained` leave the module to its checkpoint, rather than initialise weights that it expects."""
+    module._is_hf_initialized = True

@@ -110,3 +110,51 @@ def _refuse_own_forward(module: Any, _: Any) -> None:
     if not private.is_of_layer(name):
         expected = "a name of `register` for packed experts; model.set_experts_implementation('moeblaze') sets it"
         raise RuntimeError(f"moeblaze: experts_implementation: expected {expected}, got {name!r}")
+
+
+class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transformers gives its modules no types
+    """gpt-oss's checkpoints as published, read into packed experts if the experts implementation is the layer's.
+
+    Otherwise it is transformers' own, whose experts do not train. Its checks of the environment would choose to
+    dequantise, so they wait until the model's implementation is known.
+    """
+
+    packs = False
+
+    def validate_environment(self, *arguments: Any, **named: Any) -> None:
+        self._environment = arguments, named
+        if not self.pre_quantized or self.quantization_config.dequantize:
+            super().validate_environment(*arguments, **named)
+
+    def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
+        own = [module for module in model.modules() if name_of(type(module)) == "GptOssExperts"]
+        self.packs = self.pre_quantized and not (self.quantization_config.dequantize or named.get("use_kernels"))
+        self.packs = self.packs and all(private.is_of_layer(private.experts_implementation(module)) for module in own)
+        if not self.packs:
+            if self.pre_quantized:
+                super().validate_environment(*self._environment[0], **self._environment[1])
+            return super()._process_model_before_weight_loading(model, **named)
+        for module in own:
+            pack(module, module.gate_up_proj, module.down_proj, "mxfp4")
+            private.keep_as_loaded(module)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
+        if not self.packs:
+            return super()._process_model_after_weight_loading(model, **named)
+        for module in model.modules():
+            for name in getattr(module, "moeblaze_packed", ()):
+                place = getattr(module, name)
+                place.data = place.data.to(getattr(module, f"{name}_scales").device)
+        return model
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {} if self.packs else super().get_load_operations()
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        return (None, {}) if self.packs else super().get_state_dict_and_metadata(model)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters and other parameters may train beside packed experts."""
+        return self.packs or super().is_trainable

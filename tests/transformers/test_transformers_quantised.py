@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib
 import io
+import json
 import re
 import weakref
 
@@ -54,7 +55,8 @@ def with_random_weights(module):
 def freeze(module):
     """Weights of experts become frozen; everything else trains."""
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not name.endswith(("gate_up_proj", "up_proj", "down_proj")))
+        parts = ("gate_up_proj", "up_proj", "down_proj")
+        parameter.requires_grad_(parameter.is_floating_point() and not name.endswith(parts))
     return module
 
 
@@ -315,3 +317,122 @@ def test_what_lies_in_parts_of_a_patched_module_is_refused():
     name = "transformer.blocks.0.ffn.experts"
     with expect(NotImplementedError, f"pack_experts: {name}: DbrxExperts: its weights are in its parts"):
         pack_experts(model, "nf4")
+
+
+ROUTER = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder with a tiny gpt-oss as its checkpoints are: uint8 of blocks of 16 bytes and of scales."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = tiny("gpt_oss", "eager", **SIZES).bfloat16()
+    rng, state = torch.Generator().manual_seed(5), {}
+    for name, value in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            num_experts, k, n = value.shape
+            blocks = torch.randint(256, (num_experts, n, k // 32, 16), generator=rng)
+            state[f"{name}_blocks"] = blocks.to(torch.uint8)
+            state[f"{name}_scales"] = torch.randint(119, 124, blocks.shape[:3], generator=rng).to(torch.uint8)
+        else:
+            state[name] = torch.randn(value.shape, generator=rng).bfloat16() * value.shape[-1] ** -0.5
+    safetensors.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    of_model = model.config.to_dict() | {"dtype": "bfloat16"}
+    of_model["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ROUTER}
+    (folder / "config.json").write_text(json.dumps(of_model))
+    return folder
+
+
+def loaded(folder, implementation="moeblaze", **options):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation, **options)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_published_gpt_oss(published, tmp_path, capsys):
+    """Its tensors are the model's, the rest trains, and saving gives the same files, which others read as before."""
+    from safetensors.torch import load_file
+
+    model = loaded(published)
+    assert model.hf_quantizer.is_trainable and not model.training
+    experts = model.get_submodule(NAMES[0])
+    stored = load_file(published / "model.safetensors")
+    assert {name: value.shape for name, value in model.state_dict().items()} == {n: v.shape for n, v in stored.items()}
+    assert torch.equal(experts.gate_up_proj_blocks, stored[f"{NAMES[0]}.gate_up_proj_blocks"])
+    assert {form.dtype for form in experts.moeblaze_packed.values()} == {"bfloat16"}
+    plain = loaded(published, "eager")  # transformers' own way, which dequantises here
+    assert not hasattr(plain.get_submodule(NAMES[0]), "moeblaze_packed")
+    for name in NAMES:
+        for got, wanted in zip(quantised.packed(model.get_submodule(name)), ("gate_up_proj", "down_proj"), strict=True):
+            assert torch.equal(mb.dequantize(got).transpose(1, 2), getattr(plain.get_submodule(name), wanted))
+    decoded(model, plain).set_experts_implementation("moeblaze")
+    for each in (model, plain):
+        freeze(each)
+    wanted = step(plain)
+    assert f"{NAMES[1]}.gate_up_proj_bias" in wanted and "model.layers.0.mlp.router.weight" in wanted
+    assert_same(step(model), wanted)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(tokens(), **options), plain.generate(tokens(), **options))
+
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == stored.keys() and all(torch.equal(saved[name], stored[name]) for name in stored)
+    again, others = loaded(tmp_path), loaded(tmp_path, "eager")
+    with torch.no_grad():
+        assert torch.equal(again(tokens()).logits, wanted["logits"])
+    assert torch.equal(others.get_submodule(NAMES[0]).down_proj, plain.get_submodule(NAMES[0]).down_proj)
+    assert pack_experts(again, "mxfp4") == NAMES
+
+
+def test_published_gpt_oss_in_floats(published):
+    """What the caller asks to dequantise is not packed; float32 on the CPU decodes to float32."""
+    floats = loaded(published, quantization_config=transformers.Mxfp4Config(dequantize=True))
+    assert not hasattr(floats.get_submodule(NAMES[0]), "moeblaze_packed")
+    wide = loaded(published, dtype=torch.float32)
+    assert {form.dtype for form in wide.get_submodule(NAMES[0]).moeblaze_packed.values()} == {"float32"}
+    for name in NAMES:
+        for weight, of in zip(quantised.packed(wide.get_submodule(name)), ("gate_up_proj", "down_proj"), strict=True):
+            want = getattr(floats.get_submodule(name), of).float()  # four bits are exact in bf16
+            assert torch.equal(mb.dequantize(weight).transpose(1, 2), want)
+
+
+def test_trainer_on_published_gpt_oss(published, tmp_path):
+    """Adapters of attention train as over the dequantised model, and their file goes from one to the other."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    losses, plain = [], loaded(published, "eager")
+    model = loaded(published)
+    decoded(model, plain).set_experts_implementation("moeblaze")
+    for base in (model, plain):
+        torch.manual_seed(3)
+        adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+        adapted = peft.get_peft_model(base, adapters)
+        losses.append(train(adapted, tmp_path / "run"))
+        adapted.save_pretrained(tmp_path / str(len(losses)))
+    assert losses[0] == losses[1] and len(losses[0]) == 3 and all(norm > 0 for _, norm in losses[0])
+    restored = peft.PeftModel.from_pretrained(loaded(published), tmp_path / "2").eval()
+    with torch.no_grad():
+        assert torch.equal(restored(tokens()).logits, adapted.eval()(tokens()).logits)
+    with pytest.raises(ValueError, match="purely quantized"):
+        train(loaded(published), tmp_path)
+
+
+def test_fsdp2(published):
+    """It shards the bytes; DistributedDataParallel takes the model, too."""
+    dist, fsdp = torch.distributed, pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("needs torch.distributed.fsdp.fully_shard")
+    model, plain = both("qwen3_moe", "nf4")
+    wanted = step(plain)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch.equal(
+            torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))(tokens()).logits, wanted["logits"]
+        )
+        for part in (*model.model.layers, model):
+            fsdp.fully_shard(part, reshard_after_forward=True)
+        got = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in step(model).items()}
+        assert_same(got, wanted)
+    finally:
+        dist.destroy_process_group()
