@@ -634,8 +634,8 @@ class MoE(torch.nn.Module):
     def _frozen_weights(self, dtype: torch.dtype) -> tuple[QuantizedWeight, QuantizedWeight]:
         """dtype: of the tokens, and so of the decoded weights."""
         up, down = self._forms()
-        w1 = torch_quantised.from_bytes(up, self.w1_data, self.w1_scales, dtype)
-        return w1, torch_quantised.from_bytes(down, self.w2_data, self.w2_scales, dtype)
+        w1 = torch_quantised.from_bytes(up, dtype, self.w1_data, self.w1_scales)
+        return w1, torch_quantised.from_bytes(down, dtype, self.w2_data, self.w2_scales)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

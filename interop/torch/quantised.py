@@ -67,8 +67,11 @@ _DTYPES = {"nf4": (torch.uint8, torch.float32), "mxfp4": (torch.uint8, torch.uin
 
 
 def as_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Returns the parts of a weight without nested scales by name, as uint8."""
-    return {"data": weight.data.view(torch.uint8), "scales": weight.scales.view(torch.uint8)}
+    """Returns the parts of a weight by name, as uint8. Parts that all experts share have a first dimension of 1."""
+    shared = {} if weight.nested is None else weight.nested._asdict()
+    parts = {"data": weight.data, "scales": weight.scales, **shared}
+    parts.update({name: shared[name].reshape(1, -1) for name in ("code", "offset") if name in shared})
+    return {name: part.contiguous().view(torch.uint8) for name, part in parts.items()}
 
 
 def empty_bytes(form: QuantizedWeight, device: Any) -> dict[str, Tensor]:
@@ -81,8 +84,13 @@ def empty_bytes(form: QuantizedWeight, device: Any) -> dict[str, Tensor]:
     return made
 
 
-def from_bytes(form: QuantizedWeight, data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """Returns the weight with these parts, decoded to `dtype`."""
+def from_bytes(form: QuantizedWeight, dtype: torch.dtype, *parts: Tensor) -> QuantizedWeight:
+    """Returns the weight with these parts, in the order of `as_bytes`, decoded to `dtype`."""
     of_data, of_scales = _DTYPES[form.format]
+    data, scales, *shared = (part.detach() for part in parts)
+    nested = None
+    if shared:
+        code, absmax, offset = (part.view(torch.float32) for part in shared)
+        nested, of_scales = NestedScales(code[0], absmax, offset[0]), torch.uint8
     name = str(dtype).removeprefix("torch.")
-    return form._replace(data=data.detach().view(of_data), scales=scales.detach().view(of_scales), dtype=name)
+    return form._replace(data=data.view(of_data), scales=scales.view(of_scales), nested=nested, dtype=name)

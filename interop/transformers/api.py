@@ -78,7 +78,7 @@ def register(
         )
 
     _PRECISIONS[name] = precision
-    private.ExpertsInterface.register(name, forward)
+    private.register(name, forward)
 
 
 _PRECISIONS: dict[str, str | None] = {}  # by the names under which the layer is registered
@@ -133,14 +133,17 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str,
     return tuple(name for name, holds in held.items() if holds)
 
 
-def pack_experts(model: torch.nn.Module, format: str) -> tuple[str, ...]:
+def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str, ...]:
     """Packs the frozen experts of a model in four or eight bits, in place, module by module.
 
     Each weight is freed once its module is packed. Forwards then need the experts implementation "moeblaze", or another
     name of `register`, without `precision`. Biases and routers stay parameters, which may train.
     model: in bf16, on the CPU also in fp32. On the device meta it gets empty parts, for
     `load_state_dict(state, assign=True)`.
-    format: of `moeblaze_cupy.quantize_experts`. Experts that are packed in it stay as they are.
+    format: of `moeblaze_cupy.quantize_experts`. Experts that are packed in it stay as they are. None takes over what
+    others have packed, in its memory: parameters that bitsandbytes' `replace_parameter_4bit` has in nf4 and blocks of
+    64, and torchao's `Int8Tensor` and `Float8Tensor` with scales along K; both of (E, N, K). Tested with bitsandbytes
+    0.50 and torchao 0.18.
     In the place of a parameter such as `gate_up_proj` are uint8 parameters `gate_up_proj_data` and
     `gate_up_proj_scales`, or `gate_up_proj_blocks` and `gate_up_proj_scales` in "mxfp4". The state dict has these.
     Covers the classes that transformers dispatches, and Llama4TextExperts, LongcatFlashExperts and Step3p7Experts after
@@ -149,7 +152,7 @@ def pack_experts(model: torch.nn.Module, format: str) -> tuple[str, ...]:
     format and for a model without experts, NotImplementedError for experts that the layer cannot compute, RuntimeError
     for DTensors, and the errors of `quantize_experts`. Modules before the one with an error are packed then.
     """
-    checks.one_of("pack_experts", "format", format, WEIGHT_FORMATS)
+    checks.one_of("pack_experts", "format", format, (None, *WEIGHT_FORMATS))
     found = {n: m for n, m in model.named_modules() if is_bound(m) or private.is_dispatched(m)}
     for name, module in found.items():
         _pack(name, module, format)
@@ -159,12 +162,17 @@ def pack_experts(model: torch.nn.Module, format: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _pack(name: str, module: Any, format: str) -> None:
-    packed = quantised.packed(module)
-    if packed is not None:
-        if {format} != {weight.format for weight in packed}:
-            raise checks.bad_value("pack_experts", name, f"experts in floats or {format!r}", repr(packed[0].format))
+def _pack(name: str, module: Any, format: str | None) -> None:
+    packed, by_others = quantised.packed(module), quantised.packed_by_others(name, module)
+    for weight in packed or by_others or ():
+        if format not in (None, weight.format):
+            raise checks.bad_value("pack_experts", name, f"experts in floats or {format!r}", repr(weight.format))
+    if by_others is not None:
+        quantised.take_over(module, by_others)
+    if packed is not None or by_others is not None:
         return
+    if format is None:
+        raise checks.bad_value("pack_experts", "format", f"a format for {name}, whose experts are in floats", "None")
     kind = name_of(type(module))
     if is_bound(module):
         weights = PATCHES[kind].weights(module)

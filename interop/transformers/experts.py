@@ -111,7 +111,7 @@ def unfit(weights: tuple[Any, ...]) -> str:
         if weight.dtype is not dtype and not torch_arguments.in_autocast(weight):
             return f"its weights have two dtypes, {dtype} and {weight.dtype}"
         if type(weight) is not torch.nn.Parameter and type(weight) is not Tensor and _is_packed(weight):
-            return f"its weights are tensors of a class of their own, {type(weight).__name__}"
+            return f"its weights are tensors of a class of their own, {type(weight).__name__}: see `pack_experts`"
     return ""
 
 

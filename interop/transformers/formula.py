@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.types import ACTIVATIONS, is_gated
 
 Path = tuple[str, ...]
@@ -263,6 +264,8 @@ def _formula(module: Any, gate: Any) -> Formula:
         if isinstance(gate, tuple):
             (form, path), order = gate, "halves"
             values = {"act": _value(module, tuple(path.split(".")), reads)}
+        elif private.is_fp8(module) and gate is not None:
+            (form, values), order = _of_fp8_experts(module, gate, reads), "halves"
         else:
             source, roles = _known(gate)
             form, order, values = source.form, source.gate_up, _values(module, (), roles, reads)
@@ -271,6 +274,31 @@ def _formula(module: Any, gate: Any) -> Formula:
         return Formula(_activation(form, values), order, "", tuple(reads))
     except _UnknownError as unknown:
         return Formula(None, "halves", str(unknown), tuple(reads))
+
+
+# What the one gate of `FP8Experts` computes if these attributes, by constant, are no None: the first that fits.
+_FP8_FORMS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("softcap", {"gate_cap": "gate_softcap", "up_cap": "up_softcap"}),
+    ("oai", {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}),
+    ("clamp", {"limit": "limit"}),
+    ("glu", {}),
+)
+
+
+def _of_fp8_experts(module: Any, gate: Any, reads: list[Read]) -> tuple[str, dict[str, Any]]:
+    """Returns the form and its values. The gate's own numbers confirm them, as its source differs between versions."""
+    constants = {name: getattr(module, name, None) for _, names in _FP8_FORMS for name in names.values()}
+    reads += [Read((name,), None, value) for name, value in constants.items()]
+    form, names = next(one for one in _FP8_FORMS if all(constants[name] is not None for name in one[1].values()))
+    values: dict[str, Any] = {role: constants[name] for role, name in names.items()}
+    values["act"] = "sigmoid" if form in ("softcap", "oai") else _value(module, ("act_fn",), reads)
+    found = _activation(form, values)
+    a = torch.linspace(-9, 9, 73, device="cpu", dtype=torch.float64)
+    b = a.flip(0) + 0.3
+    (of_a, _), (of_b, _) = activate(a.numpy(), b.numpy(), mb.Activation(found) if isinstance(found, str) else found)
+    if not torch.allclose(gate(module, torch.cat((a, b))), torch.from_numpy(of_a * of_b), rtol=1e-4, atol=1e-5):
+        raise _UnknownError("its gate is none that the layer knows")
+    return form, values
 
 
 def _activation(form: str, values: dict[str, Any]) -> str | mb.Activation:

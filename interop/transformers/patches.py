@@ -245,13 +245,11 @@ PATCHES = {
 }
 FORWARDS = {kind: _forward_of(patch) for kind, patch in PATCHES.items()}
 CALLERS = {"Llama4TextExperts": Caller("Llama4TextMoe", _llama4_moe)}
-_QUANTISED = "its weights are quantised"
 OUT_OF_REACH = {
     "JetMoeMoA": "its experts are projections of attention",
     "SwitchTransformersExperts": "its experts are modules of their own",
     "NllbMoeExperts": "its experts are modules of their own",
     "VitPoseNaiveMoe": "its experts are modules of their own",
     "DogeCDMoE": "its experts have one hidden column",
-    "FP8Experts": _QUANTISED,
     "Mxfp4GptOssExperts": "its weights are in transformers' own order: load with experts_implementation='moeblaze'",
 }

@@ -11,18 +11,20 @@ from typing import Any
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.quantizers import quantizer_mxfp4
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 # `ExpertsInterface.register` is documented. Its module and the function, which computes by grouped products, are not.
 __all__ = [
-    "ExpertsInterface",
     "Mxfp4HfQuantizer",
     "activated",
     "can_activate",
+    "converts",
     "experts_implementation",
     "gate_method",
     "grouped_mm_experts_forward",
     "has_hooks",
     "is_dispatched",
+    "is_fp8",
     "is_of_layer",
     "is_registered",
     "is_swapped",
@@ -30,16 +32,37 @@ __all__ = [
     "own_parameter",
     "param_wrapper",
     "parameter_names",
+    "register",
     "set_quantizer",
     "stand_in",
 ]
 
 Mxfp4HfQuantizer: Any = quantizer_mxfp4.Mxfp4HfQuantizer
+_INTERFACES: tuple[Any, ...] = (ExpertsInterface,)
+_FP8_EXPERTS: tuple[type, ...] = ()
+try:
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+except ImportError:  # of transformers before 5.1
+    pass
+else:
+    _INTERFACES += (ALL_FP8_EXPERTS_FUNCTIONS,)
+    _FP8_EXPERTS = (FP8Experts,)
 
 
 def is_registered(name: str) -> bool:
     """Whether transformers has an experts implementation of this name, its own or another library's."""
     return name in ExpertsInterface._global_mapping
+
+
+def register(name: str, forward: Any) -> None:
+    """Registers an implementation of experts, those in blocks of e4m3 included."""
+    for interface in _INTERFACES:
+        interface.register(name, forward)
+
+
+def is_fp8(module: Any) -> bool:
+    """Whether the module has its weights in blocks of e4m3, or in four bits, as `FineGrainedFP8Config` makes it."""
+    return isinstance(module, _FP8_EXPERTS)
 
 
 def is_of_layer(name: str) -> bool:
@@ -117,6 +140,12 @@ def stand_in(first: Any, second: Any, weight: Any, swapped: bool) -> Any:
 def set_quantizer(method: str, quantizer: Any) -> None:
     """Has `from_pretrained` read a method's checkpoints by this class. `register_quantizer` takes only new methods."""
     AUTO_QUANTIZER_MAPPING[method] = quantizer
+
+
+def converts(name: str, kept: list[str] | None) -> bool:
+    """Whether a quantiser converts the module of this name. kept: patterns of those that it leaves."""
+    found: bool = should_convert_module(name, kept)
+    return found
 
 
 def keep_as_loaded(module: Any) -> None:

@@ -1,8 +1,10 @@
 """Experts of transformers' models in four and eight bits, in the place of their weights."""
 
+import math
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
@@ -10,7 +12,8 @@ from moeblaze_cupy.interop.torch import quantised as torch_quantised
 from moeblaze_cupy.interop.transformers import private
 from moeblaze_cupy.interop.transformers.formula import name_of
 from moeblaze_cupy.quantised import api as quantised
-from moeblaze_cupy.types import QuantizedWeight
+from moeblaze_cupy.quantised import checks as quantised_checks
+from moeblaze_cupy.types import NestedScales, QuantizedWeight
 
 Tensor = torch.Tensor
 Pair = tuple[QuantizedWeight, QuantizedWeight]
@@ -44,15 +47,18 @@ def hold(module: Any, weights: Pair, parts: list[dict[str, Tensor]]) -> None:
     for name, weight, of_weight in zip(projections(module), weights, parts, strict=True):
         whole = getattr(module, name)
         device = "cpu" if whole.is_meta else whole.device
-        place = torch.nn.Parameter(torch.empty(0, dtype=whole.dtype, device=device), requires_grad=False)
-        place.ds_shape = whole.shape  # type: ignore[attr-defined]
+        empty = torch.empty(0, dtype=getattr(torch, weight.dtype), device=device)
+        place = torch.nn.Parameter(empty, requires_grad=False)
+        num_experts, k, n = weight.shape
+        place.ds_shape = whole.shape if whole.dim() == 3 else (num_experts, n, k)  # type: ignore[attr-defined]
         setattr(module, name, place)
         for part, suffix in _suffixes(weight).items():
             tensor = of_weight[part]
             if suffix == "blocks":
                 tensor = tensor.view(*tensor.shape[:2], -1, 16)
             module.register_parameter(f"{name}_{suffix}", torch.nn.Parameter(tensor, requires_grad=False))
-        module.moeblaze_packed[name] = weight._replace(data=None, scales=None)
+        nested = weight.nested and NestedScales(None, None, None)
+        module.moeblaze_packed[name] = weight._replace(data=None, scales=None, nested=nested)
     module.register_state_dict_post_hook(_leave_out_places)
     module.register_load_state_dict_pre_hook(_expect_no_places)
     module.register_forward_pre_hook(_refuse_own_forward)
@@ -60,27 +66,126 @@ def hold(module: Any, weights: Pair, parts: list[dict[str, Tensor]]) -> None:
 
 def _suffixes(weight: QuantizedWeight) -> dict[str, str]:
     """Returns by part the end of its parameter's name; those of "mxfp4" are of gpt-oss's checkpoints."""
-    return {"data": "blocks" if weight.format == "mxfp4" else "data", "scales": "scales"}
+    nested = {} if weight.nested is None else {part: part for part in NestedScales._fields}
+    return {"data": "blocks" if weight.format == "mxfp4" else "data", "scales": "scales", **nested}
 
 
 def packed(module: Any) -> Pair | None:
     """Returns the frozen w1 and w2 of a module, of this rank's experts, or None if it has weights in floats."""
     forms = getattr(module, "moeblaze_packed", None)
-    if not forms:
+    if forms:
+        w1, w2 = (_packed(module, name, form) for name, form in forms.items())
+    elif private.is_fp8(module):
+        w1, w2 = (_of_fp8_experts(module, name) for name in projections(module))
+    else:
         return None
-    w1, w2 = (_packed(module, name, form) for name, form in forms.items())
     return w1, w2
 
 
 def _packed(module: Any, name: str, form: QuantizedWeight) -> QuantizedWeight:
     place = private.own_parameter(module, name)
-    if place is None or place.requires_grad:
-        got = "W + BA, of a parametrisation" if place is None else "one that requires a gradient"
-        raise checks.bad_value("moeblaze", f"{name_of(type(module))}.{name}", "a frozen weight, as it is packed", got)
-    parts = (getattr(module, f"{name}_{suffix}") for suffix in _suffixes(form).values())
-    data, scales = (part.to_local() if hasattr(part, "to_local") else part for part in parts)
-    form = form._replace(shape=(len(data), *form.shape[1:]))
-    return torch_quantised.from_bytes(form, data, scales, getattr(torch, form.dtype))
+    _check_frozen(module, name, place, place is not None and place.requires_grad)
+    parts = [_local(getattr(module, f"{name}_{suffix}")) for suffix in _suffixes(form).values()]
+    form = form._replace(shape=(len(parts[0]), *form.shape[1:]))
+    return torch_quantised.from_bytes(form, getattr(torch, form.dtype), *parts)
+
+
+def _of_fp8_experts(module: Any, name: str) -> QuantizedWeight:
+    """Reads a weight of `FP8Experts` as it lies. Its products are in bf16, so scales of activations are not used."""
+    codes = private.own_parameter(module, name)
+    trains = module.training and torch.is_grad_enabled() and codes is not None and codes.requires_grad
+    _check_frozen(module, name, codes, trains)
+    data, scales = _local(codes).detach(), _local(getattr(module, f"{name}_scale_inv")).detach()
+    num_experts, n, k = data.shape
+    if data.dtype in (torch.int8, torch.uint8):
+        return QuantizedWeight(data, scales, "mxfp4", (num_experts, 2 * k, n))
+    grid = tuple(scales.shape[1:])
+    block = tuple(module.block_size or ())
+    if tuple(math.ceil(size / of) for size, of in zip((n, k), block, strict=False)) != grid:
+        block = n // grid[0], k // grid[1]  # one scale for each of w1's halves, or for all rows
+    return QuantizedWeight(data, scales, "e4m3", (num_experts, k, n), block)
+
+
+def _local(part: Any) -> Any:
+    return part.to_local() if hasattr(part, "to_local") else part
+
+
+def _check_frozen(module: Any, name: str, parameter: Any, trains: bool) -> None:
+    """Raises ValueError for what would train nothing in silence."""
+    if parameter is None or trains:
+        expected = "a frozen weight, as it is packed; requires_grad_(False) freezes it"
+        got = "W + BA, of a parametrisation" if parameter is None else "one that requires a gradient"
+        raise checks.bad_value("moeblaze", f"{name_of(type(module))}.{name}", expected, got)
+
+
+def packed_by_others(name: str, module: Any) -> Pair | None:
+    """Returns what other libraries have packed, in its memory, or None if there is none.
+
+    name: of the module, for errors. Raises NotImplementedError for layouts that the layer does not read.
+    """
+    names = projections(module)
+    found: Any = [_of_bitsandbytes(module, of) or _of_torchao(getattr(module, of, None)) for of in names]
+    if found == [None, None]:
+        return None
+    reason = next((one for one in found if isinstance(one, str)), "")
+    reason = reason or ("one of its weights is in floats" if None in found else "")
+    reason = reason or ("they are in the order (E, K, N)" if getattr(module, "is_transposed", False) else "")
+    if reason:
+        instead = "load the model in bf16 and give a format"
+        raise NotImplementedError(f"pack_experts: {name}: its packed weights cannot be read, as {reason}: {instead}")
+    for of, weight in zip(names, found, strict=True):
+        quantised_checks.expected_parts("pack_experts", f"{name}.{of}", weight)
+    return found[0], found[1]
+
+
+def take_over(module: Any, weights: Pair) -> None:
+    """Makes packed experts of what `packed_by_others` returned."""
+    for name in projections(module):
+        if parametrize.is_parametrized(module, name):
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    hold(module, weights, list(map(torch_quantised.as_bytes, weights)))
+
+
+def _of_bitsandbytes(module: Any, name: str) -> QuantizedWeight | str | None:
+    """Reads `parametrizations.NAME` as `replace_parameter_4bit` makes it: one run of nibbles over all experts."""
+    if not parametrize.is_parametrized(module, name):
+        return None
+    state = getattr(module.parametrizations[name][0], "quant_state", None)
+    if state is None or state.quant_type != "nf4" or state.blocksize != 64:
+        return "they are not in nf4 and blocks of 64"
+    num_experts, n, k = state.shape
+    nested, blocks = None, state.absmax.view(num_experts, -1)
+    if state.nested:
+        if state.state2.blocksize != 256:
+            return "their scales are not in blocks of 256"
+        nested = NestedScales(state.state2.code, state.state2.absmax.view(num_experts, -1), state.offset)
+    data = module.parametrizations[name].original.detach().view(num_experts, -1)
+    dtype = str(state.dtype).removeprefix("torch.")
+    return QuantizedWeight(data, blocks, "nf4", (num_experts, k, n), None, nested, dtype)
+
+
+def _of_torchao(weight: Any) -> QuantizedWeight | str | None:
+    """Reads `Int8Tensor` and `Float8Tensor` by their documented attributes."""
+    kind = type(weight).__name__
+    if not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "to_local"):
+        return None
+    if kind not in ("Int8Tensor", "Float8Tensor"):
+        return f"{kind} is neither Int8Tensor nor Float8Tensor"
+    num_experts, n, k = weight.qdata.shape
+    _, rows, columns = weight.block_size or (1, n, k)
+    zero_point = getattr(weight, "zero_point", None)
+    if getattr(weight, "act_pre_scale", None) is not None or (zero_point is not None and zero_point.any()):
+        return "they have zero points, or scales of activations"
+    dtype = str(weight.dtype).removeprefix("torch.")
+    scales = weight.scale.float().expand(num_experts, -1, -1)
+    if kind == "Int8Tensor":
+        if columns != k:
+            return "a row has several scales"
+        scales = scales.repeat_interleave(rows, 1).contiguous()
+        return QuantizedWeight(weight.qdata, scales, "int8", (num_experts, k, n), dtype=dtype)
+    if weight.qdata.dtype is not torch.float8_e4m3fn:
+        return f"their codes are in {weight.qdata.dtype}"
+    return QuantizedWeight(weight.qdata, scales.contiguous(), "e4m3", (num_experts, k, n), (rows, columns), dtype=dtype)
 
 
 def in_one_dtype(x: Tensor, w1: QuantizedWeight, w2: QuantizedWeight) -> tuple[Tensor, Any, Any]:
@@ -127,7 +232,8 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
             super().validate_environment(*arguments, **named)
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
-        own = [module for module in model.modules() if name_of(type(module)) == "GptOssExperts"]
+        kept = self.quantization_config.modules_to_not_convert
+        own = [m for n, m in model.named_modules() if name_of(type(m)) == "GptOssExperts" and private.converts(n, kept)]
         self.packs = self.pre_quantized and not (self.quantization_config.dequantize or named.get("use_kernels"))
         self.packs = self.packs and all(private.is_of_layer(private.experts_implementation(module)) for module in own)
         if not self.packs:
@@ -148,11 +254,8 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
                 place.data = place.data.to(getattr(module, f"{name}_scales").device)
         return model
 
-    def get_load_operations(self) -> dict[str, Any]:
-        return {} if self.packs else super().get_load_operations()
-
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
-        return (None, {}) if self.packs else super().get_state_dict_and_metadata(model)
+    def get_weight_conversions(self) -> list[Any]:
+        return [] if self.packs else super().get_weight_conversions()
 
     @property
     def is_trainable(self) -> bool:

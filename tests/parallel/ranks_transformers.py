@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from moeblaze_cupy.interop.parallel import ExpertGroup, collectives
+from moeblaze_cupy.interop.transformers import pack_experts, patch, register
 from moeblaze_cupy.interop.transformers import parallel as transformers_parallel
-from moeblaze_cupy.interop.transformers import patch, register
 from moeblaze_cupy.interop.transformers.parallel import parallelize_experts
 from tests.parallel.ranks_common import expect, rounded
 from tests.torch_versions import NO_EXPERT_PARALLELISM_OF_TRANSFORMERS, NO_SUMS_OF_SHARDING, needs_none
@@ -172,6 +172,39 @@ def dtypes_that_travel():
 
     with mock.patch.object(collectives, "all_to_all", noted):
         yield found
+
+
+@case
+def packed_experts(rank, size, group):
+    """Each rank keeps the bytes of its experts. The numbers are those of the packed model in one process."""
+    batches, sizes = [tokens_of(0, 9), tokens_of(1, 4)], {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64}
+    for kind, format in (("Qwen3Moe", "nf4"), ("GptOss", "mxfp4")):
+        model, reference = (model_of(kind, **sizes, moe_intermediate_size=64) for _ in range(2))
+        for each in (model, reference):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_("proj" not in name)
+            pack_experts(each, format)
+        names = parallelize_experts(model, DeviceMesh.from_group(group, "cpu"))
+        parts = {name for name, p in model.named_parameters() if p.dtype == torch.uint8}
+        assert len(names) == 2 and len(parts) == 8
+        for name in parts:
+            whole, part = reference.get_parameter(name), model.get_parameter(name)
+            assert torch.equal(part.to_local(), whole[4 * rank : 4 * rank + 4]), name
+        losses = [loss_of(reference, batch) for batch in batches]
+        sum(loss for loss, _ in losses).backward()
+        loss, logits = loss_of(model, batches[rank])
+        loss.backward()
+        assert difference(logits, losses[rank][1]) <= BOUND
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                grad = parameter.grad
+                if not isinstance(grad, DTensor):
+                    dist.all_reduce(grad, group=group)
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                assert difference(grad, reference.get_parameter(name).grad) <= BOUND, name
+        expect(
+            ValueError, "model: expected whole experts", parallelize_experts, model, DeviceMesh.from_group(group, "cpu")
+        )
 
 
 @case

@@ -26,12 +26,14 @@ from test_transformers import (  # noqa: E402
     tokens,
     train,
 )
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy.interop.transformers import api as backend  # noqa: E402
 from moeblaze_cupy.interop.transformers import formula as formulas  # noqa: E402
-from moeblaze_cupy.interop.transformers import pack_experts, patch, quantised  # noqa: E402
+from moeblaze_cupy.interop.transformers import pack_experts, patch, private, quantised  # noqa: E402
 from moeblaze_cupy.types import WEIGHT_FORMATS  # noqa: E402
+from tests.torch_versions import NO_SHARDING_ON_THE_CPU, needs_models_that_compile  # noqa: E402
 
 L, K, E, D, H = 12, 2, 4, 64, 96
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
@@ -167,7 +169,7 @@ def both(model_type, format, **sizes):
 
 @pytest.mark.parametrize("of", [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "e4m3")], ids=" ".join)
 def test_model(of):
-    """A step, checkpointing of both kinds, generation, evaluation, autocast, deepcopy, and what compiled code calls."""
+    """A step, checkpointing of both kinds, generation, evaluation, autocast and deepcopy."""
     model_type, format = of
     sizes = {"moe_intermediate_size": 128, "intermediate_size": 128} if format == "e4m3" else {}
     model, plain = both(model_type, format, **sizes)
@@ -184,10 +186,21 @@ def test_model(of):
     with torch.no_grad():
         assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
     assert_same(step(copy.deepcopy(model)), wanted)
-    compiled = torch.compile(model, backend="aot_eager")
-    assert torch.equal(compiled(tokens()).logits, wanted["logits"])
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model.float()(tokens()).logits, plain.float()(tokens()).logits)
+
+
+@needs_models_that_compile
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_compiled_code_calls_it_between_graphs(model_type):
+    model, plain = both(model_type, "nf4")
+    wanted = step(plain)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    out = compiled(tokens(), labels=tokens())
+    out.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same({"logits": out.logits.detach(), **grads}, wanted)
 
 
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
@@ -272,7 +285,7 @@ def expect(error, message):
 
 def test_messages():
     model, first = tiny("qwen3_moe", "moeblaze", **SIZES).bfloat16(), NAMES[0]
-    with expect(ValueError, "pack_experts: format: expected one of 'mxfp4', 'nf4', 'e4m3', 'int8', got 'fp4'"):
+    with expect(ValueError, "pack_experts: format: expected one of None, 'mxfp4', 'nf4', 'e4m3', 'int8', got 'fp4'"):
         pack_experts(model, "fp4")
     with expect(ValueError, f"pack_experts: {first}.gate_up_proj: expected a frozen weight; model.requires_grad_"):
         pack_experts(model, "nf4")
@@ -397,6 +410,23 @@ def test_published_gpt_oss_in_floats(published):
             assert torch.equal(mb.dequantize(weight).transpose(1, 2), want)
 
 
+def test_layers_that_a_checkpoint_has_in_floats_stay(published, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(published / "model.safetensors")
+    floats = loaded(published, "eager").state_dict()
+    state = {name: value for name, value in state.items() if NAMES[0] not in name or "bias" in name}
+    state |= {name: value.contiguous() for name, value in floats.items() if NAMES[0] in name}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    of_model = json.loads((published / "config.json").read_text())
+    of_model["quantization_config"]["modules_to_not_convert"] = [*ROUTER, NAMES[0]]
+    (tmp_path / "config.json").write_text(json.dumps(of_model))
+    model = loaded(tmp_path)
+    assert [hasattr(model.get_submodule(name), "moeblaze_packed") for name in NAMES] == [False, True]
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()).logits, loaded(published)(tokens()).logits, rtol=0.02, atol=0.02)
+
+
 def test_trainer_on_published_gpt_oss(published, tmp_path):
     """Adapters of attention train as over the dequantised model, and their file goes from one to the other."""
     peft = pytest.importorskip("peft")
@@ -420,9 +450,9 @@ def test_trainer_on_published_gpt_oss(published, tmp_path):
 
 def test_fsdp2(published):
     """It shards the bytes; DistributedDataParallel takes the model, too."""
-    dist, fsdp = torch.distributed, pytest.importorskip("torch.distributed.fsdp")
-    if not hasattr(fsdp, "fully_shard"):
-        pytest.skip("needs torch.distributed.fsdp.fully_shard")
+    if NO_SHARDING_ON_THE_CPU:
+        pytest.skip(NO_SHARDING_ON_THE_CPU)
+    dist, fsdp = torch.distributed, importlib.import_module("torch.distributed.fsdp")
     model, plain = both("qwen3_moe", "nf4")
     wanted = step(plain)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -436,3 +466,230 @@ def test_fsdp2(published):
         assert_same(got, wanted)
     finally:
         dist.destroy_process_group()
+
+
+NO_FP8 = not hasattr(private, "FP8Experts") and "this transformers has no FP8Experts"
+
+
+def fp8_experts(of_config=None, **options):
+    """`FP8Experts` as a quantiser of transformers makes it, with random codes and scales."""
+    made = use_experts_implementation(
+        experts_class=private.FP8Experts,
+        experts_interface=private.ALL_FP8_EXPERTS_FUNCTIONS,
+        has_gate=options.get("has_gate", True),
+    )
+    experts = made(of_config or config(), **{"block_size": (32, 32)} | options)
+    rng = torch.Generator().manual_seed(0)
+    for name, parameter in experts.named_parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = torch.rand(parameter.shape, generator=rng) / 20 + 0.02
+        elif "scale" in name:
+            codes = torch.randint(121, 125, parameter.shape, generator=rng)
+            parameter.data = codes.to(torch.uint8).view(parameter.dtype)
+        elif parameter.dtype == torch.int8:
+            parameter.data = torch.randint(-128, 128, parameter.shape, generator=rng).to(torch.int8)
+        else:
+            parameter.data = torch.randn(parameter.shape, generator=rng).to(parameter.dtype)
+    return experts.requires_grad_(False)
+
+
+def of_fp8(experts, name):
+    """(E, N, K) in float64."""
+    codes, scales = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+    if codes.dtype == torch.int8:
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+        nibbles = codes.view(torch.uint8).long()
+        codes = torch.stack([table[nibbles & 15], table[nibbles >> 4]], -1).flatten(-2)
+    if scales.element_size() == 1:
+        scales = 2.0 ** (scales.view(torch.uint8).double() - 127)
+    _, n, k = codes.shape
+    rows, columns = (-(-size // of) for size, of in zip((n, k), scales.shape[1:], strict=True))
+    if experts.block_size is not None and codes is getattr(experts, name):
+        rows, columns = experts.block_size
+    scales = scales.double().repeat_interleave(rows, 1)[:, :n]
+    return codes.double() * scales.repeat_interleave(columns, 2)[:, :, :k]
+
+
+class Decoded(torch.nn.Module):
+    """What experts compute with their numbers in bf16, all else in float64."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+        self.weights = [of_fp8(experts, name).bfloat16().double() for name in quantised.projections(experts)]
+
+    def forward(self, x, ids, weights):
+        out = 0
+        for slot in range(ids.shape[1]):
+            up, down = (w[ids[:, slot]] for w in self.weights)
+            hidden = torch.einsum("lnk,lk->ln", up, x.double())
+            hidden = self.experts._apply_gate(hidden) if self.experts.has_gate else self.experts.act_fn(hidden)
+            out = out + torch.einsum("lnk,lk->ln", down, hidden.double()) * weights[:, slot, None].double()
+        return out
+
+
+FP8 = {
+    "blocks": {},
+    "blocks that do not divide": {"block_size": (40, 40)},
+    "no blocks": {"block_size": None},
+    "powers of two": {"scale_fmt": "ue8m0"},
+    "static": {"activation_scheme": "static"},
+    "four bits": {"expert_dtype": "fp4", "scale_fmt": "ue8m0"},
+    "no gate": {"has_gate": False},
+    "oai": {"swiglu_alpha": 1.702, "swiglu_limit": 0.7},
+    "clamp": {"swiglu_limit": 0.7},
+    "softcap": {"mlp_gate_softcap": 1.5, "mlp_up_softcap": 2.5},
+}
+
+
+@pytest.mark.skipif(bool(NO_FP8), reason=str(NO_FP8))
+@pytest.mark.parametrize("case", FP8)
+def test_fp8_experts(case):
+    """They are read in place. bf16 beside float64, the hidden rows rounded once."""
+    constants = ("swiglu_alpha", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
+    of_config = config()
+    for name in constants:
+        setattr(of_config, name, FP8[case].get(name))
+    of_config.hidden_activation = "relu2" if case == "no gate" else "silu"
+    options = {name: value for name, value in FP8[case].items() if name not in constants}
+    if "scale_fmt" in options and not hasattr(torch, "float8_e8m0fnu"):
+        pytest.skip("this torch has no e8m0")
+    try:
+        experts = fp8_experts(of_config, **options)
+    except TypeError:
+        pytest.skip(f"this transformers has no {options}")
+    x, ids, weights, grad_out = inputs()
+    got = results(experts, x.bfloat16(), ids, weights, grad_out.bfloat16())
+    wanted = results(Decoded(experts), x.bfloat16().double(), ids, weights.double(), grad_out.bfloat16().double())
+    check_equal({name: value.double() for name, value in got.items()}, wanted, 6e-3)
+    for weight, name in zip(quantised.packed(experts), quantised.projections(experts), strict=True):
+        assert torch.equal(mb.dequantize(weight).double(), of_fp8(experts, name).bfloat16().double())
+        assert weight.data.data_ptr() == getattr(experts, name).data_ptr()
+    assert patch(Holder(experts)) == (("experts",), {}) and pack_experts(experts) == ("",)
+
+
+@pytest.mark.skipif(bool(NO_FP8), reason=str(NO_FP8))
+def test_fp8_experts_that_train_nothing_are_refused():
+    experts, given = fp8_experts(), inputs()[:3]
+    experts.requires_grad_(True)
+    with expect(
+        ValueError, "moeblaze: FP8Experts.gate_up_proj: expected a frozen weight, as it is packed; requires_grad"
+    ):
+        experts(*given)
+    assert experts.eval()(*given).isfinite().all()
+    with expect(ValueError, "pack_experts: : expected experts in floats or 'nf4', got 'e4m3'"):
+        pack_experts(experts, "nf4")
+    experts.requires_grad_(False).train()._apply_gate = lambda columns: columns.chunk(2, -1)[0]
+    with pytest.raises(NotImplementedError, match="moeblaze: FP8Experts: "):
+        experts(*given)
+
+
+@pytest.mark.skipif(bool(NO_FP8), reason=str(NO_FP8))
+def test_published_fp8(tmp_path, monkeypatch):
+    """An e4m3 checkpoint in blocks, one tensor for each expert. Without a GPU transformers would dequantise it."""
+    from safetensors.torch import load_file, save_file
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    tiny("qwen3_moe", "eager", **SIZES).bfloat16().save_pretrained(tmp_path)
+    state, rounded = load_file(tmp_path / "model.safetensors"), {}
+    for name, value in list(state.items()):
+        if ".experts." in name:
+            blocks = value.float().view(2, 32, 2, 32)
+            scales = blocks.abs().amax((1, 3)) / 448
+            codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            state[name], state[f"{name}_scale_inv"] = codes.reshape(64, 64), scales
+            rounded[name] = (codes.float() * scales[:, None, :, None]).reshape(64, 64).bfloat16()
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    of_model = json.loads((tmp_path / "config.json").read_text())
+    skipped = ["self_attn", "lm_head", "model.embed_tokens", "mlp.gate"]
+    plan = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ROUTER[:1] + skipped}
+    (tmp_path / "config.json").write_text(json.dumps(of_model | {"quantization_config": plan}))
+    model = loaded(tmp_path)
+    assert type(model.get_submodule(NAMES[0])).__name__ == "FP8Experts"
+    plain = loaded(tmp_path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True))
+    for i, name in enumerate(NAMES):
+        experts = plain.get_submodule(name)
+        with torch.no_grad():
+            for e in range(4):
+                parts = [
+                    rounded[f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")
+                ]
+                experts.gate_up_proj[e], experts.down_proj[e] = torch.cat(parts[:2]), parts[2]
+        up, down = quantised.packed(model.get_submodule(name))
+        assert torch.equal(mb.dequantize(up)[3, 64:], rounded[f"model.layers.{i}.mlp.experts.3.up_proj.weight"])
+        assert torch.equal(mb.dequantize(down)[3], rounded[f"model.layers.{i}.mlp.experts.3.down_proj.weight"])
+    for each in (model, plain):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+    assert_same(step(model.train()), step(plain.train()))
+
+
+def check_taken_over(pack, dequantised, exact=True):
+    """pack(experts, name) has another library pack a weight; dequantised(experts, name): its numbers."""
+    experts = with_random_weights(importlib.import_module(CLASS[0]).Qwen3MoeExperts(config())).bfloat16()
+    with torch.no_grad():
+        for name in ("gate_up_proj", "down_proj"):
+            pack(experts, name)
+    plain = importlib.import_module(CLASS[0]).Qwen3MoeExperts(config()).bfloat16().requires_grad_(False)
+    for name in ("gate_up_proj", "down_proj"):
+        getattr(plain, name).data = dequantised(experts, name).to(torch.bfloat16)
+    with expect(ValueError, "pack_experts: : expected experts in floats or 'mxfp4', got "):
+        pack_experts(copy.deepcopy(experts), "mxfp4")
+    assert pack_experts(experts) == ("",)
+    for weight, name in zip(quantised.packed(experts), ("gate_up_proj", "down_proj"), strict=True):
+        assert torch.equal(mb.dequantize(weight), getattr(plain, name))
+        assert getattr(experts, name).ds_shape == getattr(plain, name).shape
+    x, ids, weights, grad_out = inputs()
+    given = x.bfloat16(), ids, weights, grad_out.bfloat16()
+    wanted = results(plain, *given)
+    assert_same(results(experts, *given), wanted)
+    state, other = copy.deepcopy(experts.state_dict()), copy.deepcopy(experts)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    other.load_state_dict(state)
+    assert_same(results(other, *given), wanted)
+
+
+CLASS = next(of for of in CLASSES if of[1] == "Qwen3MoeExperts")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes(nested, monkeypatch):
+    bnb = pytest.importorskip("bitsandbytes")
+    monkeypatch.setitem(globals(), "H", 128)  # nested scales come in blocks of 16,384 elements
+    replace = importlib.import_module("bitsandbytes.nn.parametrize").replace_parameter_4bit
+    options = {"compress_statistics": nested, "quant_type": "nf4"}
+
+    def dequantised(experts, name):
+        packed = experts.parametrizations[name]
+        return bnb.functional.dequantize_4bit(packed.original, packed[0].quant_state)
+
+    monkeypatch.setitem(globals(), "D", 128)
+    check_taken_over(lambda experts, name: replace(experts, name, **options), dequantised)
+    experts = with_random_weights(importlib.import_module(CLASS[0]).Qwen3MoeExperts(config())).bfloat16()
+    replace(experts, "down_proj", quant_type="fp4")
+    with expect(NotImplementedError, "cannot be read, as they are not in nf4 and blocks of 64: load the model in bf16"):
+        pack_experts(experts)
+
+
+@pytest.mark.parametrize("kind", ["Int8Tensor", "Float8Tensor", "Float8Tensor of one scale"])
+def test_torchao(kind):
+    torchao = pytest.importorskip("torchao.quantization")
+    of_scale = torchao.PerTensor() if "one scale" in kind else torchao.PerRow()
+    make = getattr(torchao, kind.split()[0]).from_hp
+
+    def pack(experts, name):
+        packed = make(getattr(experts, name).detach(), granularity=of_scale)
+        setattr(experts, name, torch.nn.Parameter(packed, requires_grad=False))
+
+    def dequantised(experts, name):
+        packed = getattr(experts, name)
+        return (packed.qdata.double() * packed.scale.double()).float()
+
+    check_taken_over(pack, dequantised)
+
+
+def test_experts_in_floats_are_not_taken_over():
+    with expect(ValueError, f"pack_experts: format: expected a format for {NAMES[0]}, whose experts are in floats"):
+        pack_experts(tiny("qwen3_moe", "moeblaze"))
