@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from moeblaze_cupy.calls import graph_break
-from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.interop.transformers import private, quantised
 from moeblaze_cupy.lora.checks import MAX_RANK
 from moeblaze_cupy.types import Lora
 
@@ -43,6 +43,7 @@ def follow_peft(takes: Callable[[Any], bool]) -> None:
         wrappers = private.param_wrapper()
         if wrappers is not None and not hasattr(wrappers.forward, _LEFT):
             wrappers.forward = _forward_of(wrappers.forward, takes)
+            wrappers.merge = _merge_of(wrappers.merge)
 
     def on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         if name == "base_layer":  # as peft calls what it wraps
@@ -78,6 +79,22 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
 
     setattr(forward, _LEFT, True)
     return forward
+
+
+def _merge_of(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method of peft's wrappers that adds BA to a weight. It would find packed weights empty, or codes."""
+
+    @functools.wraps(own)
+    def merge(self: Any, *arguments: Any, **named: Any) -> Any:
+        experts = self.get_base_layer()
+        if quantised.packed(experts) is not None:
+            instead = "load the model in bf16 and the adapters from their file"
+            raise RuntimeError(
+                f"moeblaze: merge: expected experts in floats, got packed {type(experts).__name__}: {instead}"
+            )
+        return own(self, *arguments, **named)
+
+    return merge
 
 
 def _counts(wrapper: Any) -> bool:

@@ -267,6 +267,37 @@ def test_trainer_with_adapters_on_attention(tmp_path):
     assert losses[0] == losses[1] and len(losses[0]) == 3 and all(norm > 0 for _, norm in losses[0])
 
 
+ON_EXPERTS = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+def adapted(model, **options):
+    """Factors are random, so that all have gradients."""
+    peft = pytest.importorskip("peft", minversion="0.21", reason="older ones look at the shape of the empty parameter")
+    torch.manual_seed(3)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **ON_EXPERTS | options)
+    )
+
+
+@pytest.mark.parametrize(("model_type", "format"), [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4")])
+def test_adapters_on_packed_experts(model_type, format, tmp_path):
+    """They have the shapes, the numbers and the file of adapters on weights in floats."""
+    peft = pytest.importorskip("peft")
+    model, plain = both(model_type, format)
+    bare = step(plain)["logits"]
+    packed, floats = adapted(model), adapted(plain)
+    wanted = step(floats)
+    assert sum("lora_" in name for name in wanted) == 8 and not torch.equal(wanted["logits"], bare)
+    assert_same(step(packed), wanted)
+    with packed.disable_adapter():
+        assert torch.equal(packed(tokens()).logits, bare)
+    floats.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(both(model_type, format)[0], tmp_path)
+    assert torch.equal(loaded(tokens()).logits, wanted["logits"])
+    with expect(RuntimeError, "moeblaze: merge: expected experts in floats, got packed "):
+        packed.merge_and_unload()
+
+
 def test_kbit_preparation_leaves_the_bytes():
     """It casts all that is in bf16 to float32; experts stay in bf16, as they were packed."""
     peft = pytest.importorskip("peft")
@@ -428,22 +459,20 @@ def test_layers_that_a_checkpoint_has_in_floats_stay(published, tmp_path):
 
 
 def test_trainer_on_published_gpt_oss(published, tmp_path):
-    """Adapters of attention train as over the dequantised model, and their file goes from one to the other."""
+    """Adapters of attention and of experts train as over the dequantised model, and load from its file."""
     peft = pytest.importorskip("peft")
     pytest.importorskip("accelerate")
     losses, plain = [], loaded(published, "eager")
     model = loaded(published)
     decoded(model, plain).set_experts_implementation("moeblaze")
     for base in (model, plain):
-        torch.manual_seed(3)
-        adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-        adapted = peft.get_peft_model(base, adapters)
-        losses.append(train(adapted, tmp_path / "run"))
-        adapted.save_pretrained(tmp_path / str(len(losses)))
+        over = adapted(base, target_modules=["q_proj", "v_proj"])
+        losses.append(train(over, tmp_path / "run"))
+        over.save_pretrained(tmp_path / str(len(losses)))
     assert losses[0] == losses[1] and len(losses[0]) == 3 and all(norm > 0 for _, norm in losses[0])
     restored = peft.PeftModel.from_pretrained(loaded(published), tmp_path / "2").eval()
     with torch.no_grad():
-        assert torch.equal(restored(tokens()).logits, adapted.eval()(tokens()).logits)
+        assert torch.equal(restored(tokens()).logits, over.eval()(tokens()).logits)
     with pytest.raises(ValueError, match="purely quantized"):
         train(loaded(published), tmp_path)
 
@@ -542,16 +571,25 @@ FP8 = {
 }
 
 
+CONSTANTS = ("swiglu_alpha", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
+
+
+def swiglu_config(**constants):
+    """Without constants `FP8Experts` has a plain swiglu."""
+    made = config()
+    for name in CONSTANTS:
+        setattr(made, name, constants.get(name))
+    made.hidden_activation = "silu"
+    return made
+
+
 @pytest.mark.skipif(bool(NO_FP8), reason=str(NO_FP8))
 @pytest.mark.parametrize("case", FP8)
 def test_fp8_experts(case):
     """They are read in place. bf16 beside float64, the hidden rows rounded once."""
-    constants = ("swiglu_alpha", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
-    of_config = config()
-    for name in constants:
-        setattr(of_config, name, FP8[case].get(name))
+    of_config = swiglu_config(**{name: value for name, value in FP8[case].items() if name in CONSTANTS})
     of_config.hidden_activation = "relu2" if case == "no gate" else "silu"
-    options = {name: value for name, value in FP8[case].items() if name not in constants}
+    options = {name: value for name, value in FP8[case].items() if name not in CONSTANTS}
     if "scale_fmt" in options and not hasattr(torch, "float8_e8m0fnu"):
         pytest.skip("this torch has no e8m0")
     try:
@@ -582,6 +620,25 @@ def test_fp8_experts_that_train_nothing_are_refused():
     experts.requires_grad_(False).train()._apply_gate = lambda columns: columns.chunk(2, -1)[0]
     with pytest.raises(NotImplementedError, match="moeblaze: FP8Experts: "):
         experts(*given)
+
+
+@pytest.mark.skipif(bool(NO_FP8), reason=str(NO_FP8))
+def test_adapters_on_fp8_experts():
+    """peft's own way adds BA to codes without their scales, and gives factors no gradient."""
+    model = torch.nn.Module()
+    model.mlp = Holder(fp8_experts(swiglu_config()))
+    plain = Holder(importlib.import_module(CLASS[0]).Qwen3MoeExperts(config()).bfloat16().requires_grad_(False))
+    for name in ("gate_up_proj", "down_proj"):
+        getattr(plain.experts, name).data = of_fp8(model.mlp.experts, name).bfloat16()
+    around = torch.nn.Module()
+    around.mlp = plain
+    x, ids, weights, grad_out = inputs()
+    packed, floats = (adapted(each).base_model.model.mlp for each in (model, around))
+    factors = {name: p for name, p in packed.named_parameters() if "lora_" in name}  # which peft rounds to e4m3 first
+    floats.load_state_dict(factors, strict=False)
+    found = [results(each, x.bfloat16(), ids, weights, grad_out.bfloat16()) for each in (packed, floats)]
+    assert_same(*found)
+    assert sum("lora_" in name and value.norm() > 0 for name, value in found[0].items()) == 4
 
 
 @pytest.mark.skipif(bool(NO_FP8), reason=str(NO_FP8))
