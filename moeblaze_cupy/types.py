@@ -343,7 +343,8 @@ class DispatchIndices:
 
 def pair(weight: Any) -> tuple[Any, ...]:
     """Returns one weight's array, or its (gate, up), as a tuple."""
-    return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
+    is_pair = isinstance(weight, (tuple, list)) and not isinstance(weight, QuantizedWeight)
+    return tuple(weight) if is_pair else (weight,)
 
 
 def one_or_pair(parts: Sequence[Any]) -> Any:
