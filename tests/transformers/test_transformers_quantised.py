@@ -477,7 +477,7 @@ def test_trainer_on_published_gpt_oss(published, tmp_path):
         train(loaded(published), tmp_path)
 
 
-def test_fsdp2(published):
+def test_fsdp2():
     """It shards the bytes; DistributedDataParallel takes the model, too."""
     if NO_SHARDING_ON_THE_CPU:
         pytest.skip(NO_SHARDING_ON_THE_CPU)
@@ -750,3 +750,53 @@ def test_torchao(kind):
 def test_experts_in_floats_are_not_taken_over():
     with expect(ValueError, f"pack_experts: format: expected a format for {NAMES[0]}, whose experts are in floats"):
         pack_experts(tiny("qwen3_moe", "moeblaze"))
+
+
+def step_on_gpu(model):
+    model.zero_grad()
+    out = model(tokens().cuda(), labels=tokens().cuda())
+    out.loss.backward()
+    return {"logits": out.logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_close_on_gpu(model, plain):
+    """Logits have the same bits. Attention and the embedding add gradients in any order, in bf16."""
+    got, wanted = step_on_gpu(model), step_on_gpu(plain)
+    assert got.keys() == wanted.keys() and torch.equal(got["logits"], wanted["logits"])
+    for name, value in wanted.items():
+        assert ((got[name] - value).float().norm() / value.float().norm()).item() < 1e-2, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of", [("qwen3_moe", "nf4"), ("qwen3_moe", "int8"), ("gpt_oss", "mxfp4")], ids=" ".join)
+def test_on_a_gpu(of):
+    """Packed on the GPU, with adapters on the experts."""
+    model = freeze(tiny(of[0], "moeblaze", **SIZES).bfloat16()).cuda()
+    plain = copy.deepcopy(model)
+    pack_experts(model, of[1])
+    assert all(parameter.is_cuda for parameter in model.parameters())
+    decoded(model, plain)
+    assert_close_on_gpu(model, plain)
+    assert_close_on_gpu(adapted(model), adapted(plain))
+
+
+@pytest.mark.gpu
+def test_published_gpt_oss_on_a_gpu(published):
+    pytest.importorskip("accelerate")
+    model = loaded(published, device_map="cuda")
+    assert all(parameter.is_cuda for parameter in model.parameters())
+    plain = loaded(published, quantization_config=transformers.Mxfp4Config(dequantize=True), device_map="cuda")
+    decoded(model, plain)
+    assert_close_on_gpu(adapted(model), adapted(plain))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(NO_FP8), reason=str(NO_FP8))
+def test_fp8_experts_on_a_gpu():
+    experts = fp8_experts(swiglu_config()).cuda()
+    plain = importlib.import_module(CLASS[0]).Qwen3MoeExperts(config()).bfloat16().requires_grad_(False).cuda()
+    for name in ("gate_up_proj", "down_proj"):
+        getattr(plain, name).data = of_fp8(experts, name).bfloat16()
+    x, ids, weights, grad_out = (tensor.cuda() for tensor in inputs())
+    given = x.bfloat16(), ids, weights, grad_out.bfloat16()
+    assert_same(results(experts, *given), results(plain, *given))
