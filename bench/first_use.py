@@ -3,9 +3,9 @@
 python -m bench.first_use --out FILE.json [--cores 2,8,16]
 
 Each row is a process of its own on so many cores. It imports torch, CuPy and this package one after another. A step of
-torch alone follows, as torch's first backward in a process imports parts of torch. Then it makes a `MoE` and its tokens
-on the GPU, and waits for the GPU after the first forward, after the first backward, and after both again. The cold row
-has an empty folder for CuPy's kernel cache, the warm row has what the cold one left there.
+torch alone follows. Then it makes a `MoE` and its tokens on the GPU, and waits for the GPU after the first forward,
+after the first backward of a loss, and after both again. The cold row has an empty folder for CuPy's kernel cache, the
+warm row has what the cold one left there.
 """
 
 import argparse
@@ -46,8 +46,8 @@ plain = torch.randn(128, 128, requires_grad=True, **options)
 timed("torch alone", lambda: (plain @ plain).sum().backward())
 x, layer = timed("tensors", lambda: (torch.randn(tokens, sizes[0], **options).requires_grad_(), MoE(*sizes, **options)))
 out = timed("forward", lambda: layer(x))
-timed("backward", lambda: out.backward(x.detach()))
-timed("both again", lambda: layer(x).backward(x.detach()))
+timed("backward", lambda: out.square().mean().backward())
+timed("both again", lambda: layer(x).square().mean().backward())
 print(json.dumps(seconds))
 """
 
