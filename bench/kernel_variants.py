@@ -103,6 +103,7 @@ def variants(
                 aligned=is_aligned,
                 weights_dtype=weights_dtype,
                 stages=config.stages,
+                step_bytes=config.step_bytes,
                 tier=config.tier,
                 stored_y_swi=stored_y_swi,
                 clusters=clusters,

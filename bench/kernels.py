@@ -90,7 +90,7 @@ class Kernels:
             return torch.randn(*shape, device=made["x"].device, dtype=made["x"].dtype)
 
         self.limits, self.run = loader.device_limits(device), Runtime.current(Torch, device)
-        self.panels, _ = gemm_config.panels(d, R, self.limits.tier)
+        self.panels, _ = gemm_config.panels(d, R)
         self.first, self.y_swi, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
         self.first_grad, self.weighted_y_swi = new(R, n), new(R, h)
         self.grad_w1, self.grad_w2 = (

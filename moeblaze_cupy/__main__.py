@@ -16,7 +16,7 @@ ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # GPUs whose limits `explain` knows
 TIERS = ("sm80", "sm90")
 SCRIPT = "moeblaze"  # the command that an installation brings
-MAX_WIDTH = 2**18  # bounds d and h, wider than any model's; the portable kernels have a launch per 256 of d's columns
+MAX_WIDTH = 2**18  # bounds d and h, wider than any model's; sums over slots have a launch per 2,048 of d's columns
 
 
 def _add_layer(parser: argparse.ArgumentParser) -> None:

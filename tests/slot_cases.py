@@ -14,7 +14,7 @@ NAMES = ("x", "weights", "w1", "w2")
 # own size plus the result's root mean square.
 TOLERANCES = {"bfloat16": 1.5 * 2**-8, "float16": 1.5 * 2**-11, "float32": 3e-6}
 OUTLIER = 10
-TIERS = {  # an expert with more than 128 rows, a last tile that is not full; two column panels on the portable tier
+TIERS = {  # an expert with more than 128 rows, a last tile that is not full
     "sm80": (Case(L=170, k=2, E=3, d=259, h=45, routing="absent"), "float32"),
     "sm90": (Case(L=170, k=2, E=3, d=264, h=72, routing="absent"), "bfloat16"),
 }

@@ -1,14 +1,18 @@
-// Pipeline and main loop of the portable products (compute capability 8.0 and later). A block (CTA) computes one
-// 128 x 128 tile of C with 4 warps, 2 x 2 warps of 64 x 64 each. Accumulators are fp32, in the layout of mma.m16n8k16.
-// Operands come by cp.async through a ring of STAGES pipeline stages.
+// Pipeline and main loop of the portable products (compute capability 8.0 and later). A block (CTA) computes one 128 x 256 tile
+// of C with 2 x 4 warps of 64 x 64 each. Accumulators are fp32, in the layout of mma.m16n8k16. Operands come by cp.async through
+// a ring of STAGES pipeline stages.
 //
-// Shared memory: STAGES stages of STAGE_BYTES, each 128 lines of A, then 128 lines of B. A line is 128 bytes, LINE
-// elements along the contiguous dimension of the operand in global memory:
-//   K-contiguous (rows of x, weights stored N x K): line l is row l of the tile, BK = LINE elements along K.
-//   MN-contiguous (weights stored K x N, token rows in weight gradients): the tile's 128 columns are 128 / LINE slabs of
-//     LINE columns, and line slab * BK + k holds row k of that slab.
-// Swizzle: 16-byte chunk c of line l is stored at chunk c ^ (l & 7). It keeps the writes of cp.async and the reads of
-// ldmatrix free of bank conflicts. After the main loop the epilogue uses the same memory to stage rows.
+// Shared memory: STAGES stages of STAGE_BYTES, each BM rows of A, then BN rows of B, of STEP_BYTES bytes along K (64 or 128,
+// BK elements):
+//   K-contiguous (rows of x, weights stored N x K): row r of the tile is at r * STEP_BYTES.
+//   MN-contiguous (weights stored K x N, token rows in weight gradients): the tile's columns are slabs of LINE columns, 128
+//     bytes, and line slab * BK + k of 128 bytes holds row k of that slab.
+// Swizzle: 16-byte chunk c of line l is stored at chunk c ^ (l & 7); with 64-byte rows chunk c of row r at c ^ (r / 2 & 3). It
+// keeps the writes of cp.async and the reads of ldmatrix free of bank conflicts. After the main loop the epilogue uses the same
+// memory to stage rows.
+//
+// Fragments of the first k16 step of a stage are loaded during the products of the last k16 step of the stage before, behind
+// the barrier. So no product waits for a barrier and then for shared memory.
 //
 // fp32 operands take the same path with FFMA in place of mma.sync: their products are fp32, not TF32.
 #pragma once
@@ -17,27 +21,29 @@
 
 typedef ELEMENT element;
 
-constexpr int LINE = 128 / sizeof(element);  // elements per line: 64 (16-bit) or 32 (fp32)
-constexpr int BK = LINE;
-constexpr int VECTOR = 16 / sizeof(element);  // elements of a chunk
-constexpr int OPERAND_BYTES = 128 * 128;
-constexpr int LINES_PER_THREAD = 8;  // per operand and stage: thread t copies chunk t % 8 of lines t / 8 + 16 i
-constexpr int COPY_QUARTERS = 4;     // the copies of a stage are issued in quarters, one before the products of each k16 step
-constexpr int QUARTER_LINES = LINES_PER_THREAD / COPY_QUARTERS;
+constexpr int LINE = 128 / sizeof(element);       // columns of a slab: 64 (16-bit) or 32 (fp32)
+constexpr int BK = STEP_BYTES / sizeof(element);  // depth of a stage
+constexpr int VECTOR = 16 / sizeof(element);      // elements of a chunk
+constexpr int A_BYTES = BM * STEP_BYTES, STAGE_BYTES = (BM + BN) * STEP_BYTES;
+constexpr int K_STEPS = STEP_BYTES / 32;     // of a stage, k16 each for 16-bit elements
+constexpr int COPY_PARTS = K_STEPS - 1;      // the copies of a stage are issued in parts, one before the products of a k16 step
+constexpr int ROW_CHUNKS = STEP_BYTES / 16;  // of a K-contiguous row: thread t copies chunk t % ROW_CHUNKS
+constexpr int PASS_ROWS = THREADS / ROW_CHUNKS;                      // K-contiguous rows that all threads copy at once
+constexpr int PASS_LINES = THREADS / 8;                              // MN-contiguous lines that all threads copy at once
+constexpr int A_COPIES = BM / PASS_ROWS, B_COPIES = BN / PASS_ROWS;  // of a thread per stage, in either layout
+constexpr int PASS_SLABS = PASS_LINES > BK ? PASS_LINES / BK : 1;    // slabs that these lines are of
+constexpr int K_ROWS = PASS_LINES > BK ? 1 : BK / PASS_LINES;        // rows of an MN-contiguous stage that a thread copies from
 constexpr bool FP32 = sizeof(element) == 4;
 
-static_assert(BM == 128 && BN == 128 && THREADS == 128, "4 warps of 64 x 64 each, a thread per row of the tile");
-static_assert(STAGE_BYTES == 2 * OPERAND_BYTES, "a stage is 128 lines of 128 bytes of A and as many of B");
-static_assert(STAGES >= 2, "one stage is filled while another is read");
-static_assert(FP32 || BK / 16 == COPY_QUARTERS, "a quarter of the copies per k16 step");
+static_assert(BM == 128 && BN == 256 && THREADS == BN, "warps of 64 x 64 each, two threads per row of the tile");
+static_assert(STEP_BYTES == 64 || STEP_BYTES == 128, "one or two rows per 128 bytes");
+static_assert(STAGES >= 3, "one stage is filled while another is read and the next has arrived");
 static_assert(THREADS / 32 * STAGED_FLOATS * sizeof(float) <= STAGES * STAGE_BYTES,
               "the epilogue stages rows where the stages were");
 
-// Copies this thread's chunk of its line i from src in global memory. Only the first `valid` elements exist there; the others
-// become zeros.
-__device__ __forceinline__ void copy_chunk(int operand_offset, int i, const char* src, int valid) {
-    const int line = threadIdx.x / 8 + 16 * i, chunk = threadIdx.x & 7;
-    const int offset = operand_offset + line * 128 + ((chunk ^ (line & 7)) * 16);
+// Copies 16 bytes from src in global memory to this offset. Only the first `valid` elements exist there; the others become
+// zeros.
+__device__ __forceinline__ void copy_chunk(int offset, const char* src, int valid) {
     if (ALIGNED) {
         cp_async_16(shared_address(dynamic_shared) + offset, src, valid > 0 ? 16u : 0u);
     } else {
@@ -47,6 +53,27 @@ __device__ __forceinline__ void copy_chunk(int operand_offset, int i, const char
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) dst[e] = e < valid ? from[e] : zero;
     }
+}
+
+// Where chunk `chunk` of a K-contiguous row lies in its operand.
+__device__ __forceinline__ constexpr int row_chunk(int row, int chunk) {
+    return row * STEP_BYTES + (chunk ^ (STEP_BYTES == 128 ? row & 7 : row / 2 & 3)) * 16;
+}
+
+// The rows, lines and columns that a thread copies. Copy i of a K-contiguous operand is of row first_row() + i * PASS_ROWS, of
+// an MN-contiguous one of row first_line() + i % K_ROWS * PASS_LINES of the stage, slab_column(i) after chunk_column().
+__device__ __forceinline__ int first_row() { return threadIdx.x / ROW_CHUNKS; }
+__device__ __forceinline__ int first_line() { return threadIdx.x / 8 % BK; }
+__device__ __forceinline__ constexpr int slab_column(int i) { return i / K_ROWS * PASS_SLABS * LINE; }
+template <bool K_CONTIGUOUS>
+__device__ __forceinline__ int chunk_column() {
+    return K_CONTIGUOUS ? threadIdx.x % ROW_CHUNKS * VECTOR : threadIdx.x % 8 * VECTOR + threadIdx.x / 8 / BK * LINE;
+}
+template <bool K_CONTIGUOUS>
+__device__ __forceinline__ int copy_offset(int i) {
+    if (K_CONTIGUOUS) return row_chunk(first_row(), threadIdx.x % ROW_CHUNKS) + i * PASS_ROWS * STEP_BYTES;
+    const int line = threadIdx.x / 8;
+    return line * 128 + ((threadIdx.x ^ line) & 7) * 16 + (i / K_ROWS * PASS_SLABS * BK + i % K_ROWS * PASS_LINES) * 128;
 }
 
 // A matrix in global memory with contiguous rows. Row numbers have 32 bits and byte offsets 64, so that an address is one
@@ -61,14 +88,12 @@ struct Rows {
     }
 };
 
-__device__ __forceinline__ int chunk_column() { return (threadIdx.x & 7) * VECTOR; }
-
 // The column of the tile at which this warp's pair p of accumulators begins. A warp has four pairs, of 2 x 8 columns each. In a
-// gated up projection (SPLIT) columns 0..63 of the tile are gate and 64..127 are up. A warp has 32 columns of each, so that a
-// thread has a and b of the same element for the activation.
+// gated up projection (SPLIT) the first half of the tile's columns are gate and the others are up. A warp has 32 columns of
+// each, so that a thread has a and b of the same element for the activation.
 template <bool SPLIT>
 __device__ __forceinline__ int pair_column(int warp_n, int p) {
-    return SPLIT ? warp_n * 32 + (p & 1) * 16 + (p >> 1) * 64 : warp_n * 64 + p * 16;
+    return SPLIT ? warp_n * 32 + (p & 1) * 16 + (p >> 1) * (BN / 2) : warp_n * 64 + p * 16;
 }
 
 struct Accumulators {
@@ -89,25 +114,29 @@ struct Accumulators {
 // other way round.
 template <bool K_CONTIGUOUS>
 __device__ __forceinline__ unsigned fragment_address(unsigned first, unsigned mn, unsigned kk) {
-    if (K_CONTIGUOUS) return (first ^ (kk * 32)) + mn * 128;
+    if (K_CONTIGUOUS) return (first ^ (kk * 32)) + mn * STEP_BYTES;
     return (first ^ ((mn % LINE) * 2)) + (mn / LINE) * BK * 128 + kk * 2048;
 }
 
-// Adds the products of one stage. Before the products of k16 step kk, copy_quarter(kk) issues a quarter of a later stage's
-// copies.
-template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
-__device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage, int warp_m, int warp_n, Copy copy_quarter) {
-    const int lane = threadIdx.x & 31, r = lane & 7, low = (lane >> 3) & 1, high = lane >> 4;
-    const unsigned a_first = shared_address(dynamic_shared) + stage +
-                             (A_K_CONTIGUOUS ? (low * 8 + r) * 128 + (high ^ r) * 16 : (high * 8 + r) * 128 + (low ^ r) * 16) +
-                             warp_m * 64 * 128;
-    const unsigned b_first = shared_address(dynamic_shared) + stage + OPERAND_BYTES +
-                             (B_K_CONTIGUOUS_ ? (high * 8 + r) * 128 + (low ^ r) * 16 : (low * 8 + r) * 128 + (high ^ r) * 16);
-    unsigned a[2][4][4], b[2][4][4];  // fragments of this k16 step and of the next
-    auto load = [&](int kk) {
+// What a warp reads for the products of a k16 step: fragments of 64 x 16 of A and of B, of this step and of the next.
+template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT>
+struct Fragments {
+    unsigned a[2][4][4], b[2][4][4];
+    unsigned a_first, b_first;  // the lane's addresses for ldmatrix in stage 0
+    int warp_n;
+
+    __device__ __forceinline__ Fragments(int warp_m, int warp_n_) : warp_n(warp_n_) {
+        const int lane = threadIdx.x & 31, r = lane & 7, low = (lane >> 3) & 1, high = lane >> 4;
+        const unsigned start = shared_address(dynamic_shared);
+        a_first = start + (A_K_CONTIGUOUS ? row_chunk(warp_m * 64 + low * 8 + r, high)
+                                          : (high * 8 + r) * 128 + (low ^ r) * 16 + warp_m * 64 / LINE * BK * 128);
+        b_first = start + A_BYTES + (B_K_CONTIGUOUS_ ? row_chunk(high * 8 + r, low) : (low * 8 + r) * 128 + (high ^ r) * 16);
+    }
+    // Loads k16 step kk of a stage to buffer kk & 1.
+    __device__ __forceinline__ void load(int stage, int kk) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const unsigned address = fragment_address<A_K_CONTIGUOUS>(a_first, i * 16, kk);
+            const unsigned address = fragment_address<A_K_CONTIGUOUS>(a_first + stage, i * 16, kk);
             if (A_K_CONTIGUOUS)
                 ldmatrix_x4(a[kk & 1][i], address);
             else
@@ -115,31 +144,27 @@ __device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage,
         }
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-            const unsigned address = fragment_address<B_K_CONTIGUOUS_>(b_first, pair_column<SPLIT>(warp_n, p), kk);
+            const unsigned address = fragment_address<B_K_CONTIGUOUS_>(b_first + stage, pair_column<SPLIT>(warp_n, p), kk);
             if (B_K_CONTIGUOUS_)
                 ldmatrix_x4(b[kk & 1][p], address);
             else
                 ldmatrix_x4_trans(b[kk & 1][p], address);
         }
-    };
-    load(0);
-#pragma unroll
-    for (int kk = 0; kk < BK / 16; ++kk) {
-        if (kk + 1 < BK / 16) load(kk + 1);
-        copy_quarter(kk);
+    }
+    __device__ __forceinline__ void multiply(Accumulators& acc, int kk) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int j = 0; j < 8; ++j)
                 MMA(acc.v[i][j], a[kk & 1][i], b[kk & 1][j / 2][(j & 1) * 2], b[kk & 1][j / 2][(j & 1) * 2 + 1]);
     }
-}
+};
 
 template <bool K_CONTIGUOUS>
 __device__ __forceinline__ float shared_element(int operand_offset, int mn, int k) {
-    const int line = K_CONTIGUOUS ? mn : (mn / LINE) * BK + k, within = K_CONTIGUOUS ? k : mn % LINE;
-    const int offset = operand_offset + line * 128 + (((within / 4) ^ (line & 7)) * 16) + (within % 4) * 4;
-    return *reinterpret_cast<const float*>(dynamic_shared + offset);
+    const int line = (mn / LINE) * BK + k, within = mn % LINE;
+    const int chunk = K_CONTIGUOUS ? row_chunk(mn, k / 4) : line * 128 + (((within / 4) ^ (line & 7)) * 16);
+    return *reinterpret_cast<const float*>(dynamic_shared + operand_offset + chunk + (K_CONTIGUOUS ? k : within) % 4 * 4);
 }
 
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT>
@@ -167,9 +192,9 @@ __device__ __forceinline__ void multiply_stage_fma(Accumulators& acc, int a_offs
     }
 }
 
-// Computes acc as the sum of the products of `steps` stages. copy(stage_offset, step, quarter) issues a quarter of the copies
-// of a k-step to the stage at stage_offset. It is called for k-steps and quarters in order, and also for k-steps past the last.
-// There it must read nothing and fill in zeros. A branch around it would keep the compiler from scheduling the copies among the
+// Computes acc as the sum of the products of `steps` stages. copy(stage_offset, step, part) issues a part of the copies of a
+// k-step to the stage at stage_offset. It is called for k-steps and parts in order, and also for k-steps past the last. There
+// it must read nothing and fill in zeros. A branch around it would keep the compiler from scheduling the copies among the
 // products.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
 __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy copy) {
@@ -178,25 +203,43 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
 #pragma unroll
-        for (int quarter = 0; quarter < COPY_QUARTERS; ++quarter) copy(s * STAGE_BYTES, s, quarter);
+        for (int part = 0; part < COPY_PARTS; ++part) copy(s * STAGE_BYTES, s, part);
         cp_async_commit();
     }
     int read = 0, write = (STAGES - 1) * STAGE_BYTES;
-    for (int step = 0; step < steps; ++step) {
+    auto after = [](int stage) { return stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES; };
+    if constexpr (FP32) {
+        for (int step = 0; step < steps; ++step) {
+            cp_async_wait<STAGES - 2>();
+            __syncthreads();
+#pragma unroll
+            for (int part = 0; part < COPY_PARTS; ++part) copy(write, step + STAGES - 1, part);
+            cp_async_commit();
+            multiply_stage_fma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read, read + A_BYTES, warp_m, warp_n);
+            read = after(read), write = after(write);
+        }
+    } else {
+        Fragments<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT> fragments(warp_m, warp_n);
         cp_async_wait<STAGES - 2>();
         __syncthreads();
-        const int ahead = step + STAGES - 1;
-        if constexpr (FP32) {
+        fragments.load(0, 0);
+        for (int step = 0; step < steps; ++step) {
 #pragma unroll
-            for (int quarter = 0; quarter < COPY_QUARTERS; ++quarter) copy(write, ahead, quarter);
-            multiply_stage_fma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read, read + OPERAND_BYTES, warp_m, warp_n);
-        } else {
-            multiply_stage_mma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read, warp_m, warp_n,
-                                                                       [&](int quarter) { copy(write, ahead, quarter); });
+            for (int kk = 0; kk < K_STEPS; ++kk) {
+                if (kk == K_STEPS - 1) {
+                    // The next stage has arrived, and all warps have loaded the last fragments of this one, so that the copies
+                    // of the next k-step may overwrite it.
+                    read = after(read);
+                    cp_async_wait<STAGES - 2>();
+                    __syncthreads();
+                }
+                fragments.load(read, (kk + 1) % K_STEPS);
+                if (kk < COPY_PARTS) copy(write, step + STAGES - 1, kk);
+                if (kk == COPY_PARTS - 1) cp_async_commit();
+                fragments.multiply(acc, kk);
+            }
+            write = after(write);
         }
-        cp_async_commit();
-        read = read == (STAGES - 1) * STAGE_BYTES ? 0 : read + STAGE_BYTES;
-        write = write == (STAGES - 1) * STAGE_BYTES ? 0 : write + STAGE_BYTES;
     }
     cp_async_wait<0>();
     __syncthreads();  // the epilogue reuses the stages

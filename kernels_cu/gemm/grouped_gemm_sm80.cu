@@ -72,8 +72,8 @@ struct GroupedGemmParams {
 
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 
-constexpr bool PAIRS = EPILOGUE == ACTIVATE && INTERLEAVED;      // a tile has 64 pairs of columns, gate and up
-constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED && !PAIRS;  // a tile has 64 columns of gate, then 64 of up
+constexpr bool PAIRS = EPILOGUE == ACTIVATE && INTERLEAVED;      // a tile has BN / 2 pairs of columns, gate and up
+constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED && !PAIRS;  // a tile has BN / 2 columns of gate, then as many of up
 constexpr int GROUPS = SPLIT ? 2 : 1;
 constexpr int B_PER_COLUMN = PAIRS ? 2 : 1;  // columns of B for each column of the result
 static_assert(TILE_COLUMNS == (SPLIT || PAIRS ? BN / 2 : BN), "columns of the result in a tile");
@@ -81,12 +81,15 @@ static_assert(GATED || !INTERLEAVED, "gate and up alternate");
 static_assert(EPILOGUE == STORE || !WEIGHTS_ON_INPUT || !BIASED, "weights would scale the bias too");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && EPILOGUE == STORE && !GATHER), "b1 is up, or the second K segment");
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) ENTRY(const GroupedGemmParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const GroupedGemmParams p) {
     // The row of A for each row of the tile. Rows past the expert's last one repeat it, and their results are not stored.
     __shared__ int tile_rows[BM];
-    __shared__ float tile_weights[BM];
-    __shared__ float row_sums[2][BM];
-    static_assert(sizeof tile_rows + sizeof tile_weights + sizeof row_sums <= STATIC_BYTES, "shared memory beside the stages");
+    static_assert(sizeof tile_rows <= STATIC_BYTES, "shared memory beside the stages");
+    // After the main loop, behind what the warps stage: each row's weight, and its sums over each warp's columns.
+    float* const tile_weights = reinterpret_cast<float*>(dynamic_shared) + THREADS / 32 * STAGED_FLOATS;
+    float* const row_sums = tile_weights + BM;
+    static_assert((THREADS / 32 * STAGED_FLOATS + BM + BN / 64 * BM) * sizeof(float) <= STAGES * STAGE_BYTES,
+                  "the epilogue's arrays lie where the stages were");
 
     const int N = p.columns, K = p.depth;
     const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = p.row_tiles[0];
@@ -97,24 +100,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     const int n0 = tile.n * TILE_COLUMNS, b_n0 = n0 * B_PER_COLUMN, b_columns = N * B_PER_COLUMN;
 
     const int my_row = row0 + min(static_cast<int>(threadIdx.x), rows - 1);
-    const int my_token = GATHER ? p.expert_token_indices[my_row] : 0;
-    tile_rows[threadIdx.x] = GATHER ? my_token : my_row;
+    if (threadIdx.x < BM) tile_rows[threadIdx.x] = GATHER ? p.expert_token_indices[my_row] : my_row;
     __syncthreads();
-    int a_rows[LINES_PER_THREAD];
-#pragma unroll
-    for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = tile_rows[threadIdx.x / 8 + 16 * i];
 
+    // Each copy has its address in the first k-step. A distance, the same for all copies of an operand, leads to that of a later
+    // one. If the addresses themselves moved on, a warp would wait here until its last copies have read them.
     const Rows a_matrix(p.a, p.lda), gate(p.b0 + expert * p.expert_stride, p.ldb), up(p.b1 + expert * p.expert_stride, p.ldb);
     const int steps_per_segment = (K + BK - 1) / BK;
-    auto copy_b = [&](int stage, int i, const Rows& b, int k0, int chunk_k, int depth) {
-        if (B_K_CONTIGUOUS) {
-            const int n = b_n0 + threadIdx.x / 8 + (SPLIT ? (16 * i) % 64 : 16 * i);
-            copy_chunk(stage + OPERAND_BYTES, i, b.at(min(n, b_columns - 1), chunk_k), depth - chunk_k);
-        } else {
-            const int row = k0 + threadIdx.x / 8 + (16 * i) % BK;
-            const int column = b_n0 + (16 * i / BK * LINE) % (TILE_COLUMNS * B_PER_COLUMN) + chunk_column();
-            copy_chunk(stage + OPERAND_BYTES, i, b.at(row, column), row < depth ? b_columns - column : 0);
-        }
+    const int ka = chunk_column<true>(), kb = chunk_column<B_K_CONTIGUOUS>();
+    auto b_address = [&](int i, const Rows& first, const Rows& second, int k0) {
+        const Rows& b = SPLIT && i >= B_COPIES / 2 ? second : first;
+        const int j = SPLIT ? i % (B_COPIES / 2) : i;
+        return B_K_CONTIGUOUS ? b.at(min(b_n0 + first_row() + j * PASS_ROWS, b_columns - 1), k0 + kb)
+                              : b.at(k0 + first_line() + j % K_ROWS * PASS_LINES, b_n0 + slab_column(j) + kb);
+    };
+    auto copy_b = [&](int stage, int i, const char* from, int left) {
+        const int j = SPLIT ? i % (B_COPIES / 2) : i;
+        const int column = b_n0 + slab_column(j) + kb, row = first_line() + j % K_ROWS * PASS_LINES;
+        const int valid = B_K_CONTIGUOUS ? left - kb : row < left ? b_columns - column : 0;
+        copy_chunk(stage + A_BYTES + copy_offset<B_K_CONTIGUOUS>(i), from, valid);
     };
 #if LORA
     const Rows lora_rows(p.lora_rows + int64(row0) * p.ranks, p.ranks);
@@ -123,29 +127,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 #else
     constexpr int lora_steps = 0;
 #endif
-    const int steps = lora_steps + steps_per_segment * K_SEGMENTS;
+    const char *a_at[A_COPIES], *b_at[B_COPIES];
+    int64 a_moved = 0, b_moved = 0;
+#pragma unroll
+    for (int i = 0; i < A_COPIES; ++i) a_at[i] = a_matrix.at(tile_rows[first_row() + i * PASS_ROWS], ka);
+#pragma unroll
+    for (int i = 0; i < B_COPIES; ++i) b_at[i] = b_address(i, gate, up, 0);
+    const int64 b_step = B_K_CONTIGUOUS ? STEP_BYTES : BK * static_cast<int64>(gate.row_bytes);
     Accumulators acc;
-    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps, [&](int stage, int step, int quarter) {
+    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, lora_steps + steps_per_segment * K_SEGMENTS, [&](int stage, int step, int part) {
 #if LORA
         if (step < lora_steps) {
-            const int k0 = step * BK, chunk_k = k0 + chunk_column();
+            const int k0 = step * BK, left = p.ranks - k0;
 #pragma unroll
-            for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
-                copy_chunk(stage, i, lora_rows.at(min(int(threadIdx.x) / 8 + 16 * i, rows - 1), chunk_k), p.ranks - chunk_k);
-                const Rows& b = SPLIT && i >= LINES_PER_THREAD / 2 ? lora_up : lora_gate;
-                copy_b(stage, i, b, k0, chunk_k, p.ranks);
-            }
+            for (int i = A_COPIES * part / COPY_PARTS; i < A_COPIES * (part + 1) / COPY_PARTS; ++i)
+                copy_chunk(stage + copy_offset<true>(i), lora_rows.at(min(first_row() + i * PASS_ROWS, rows - 1), k0 + ka),
+                           left - ka);
+#pragma unroll
+            for (int i = B_COPIES * part / COPY_PARTS; i < B_COPIES * (part + 1) / COPY_PARTS; ++i)
+                copy_b(stage, i, b_address(i, lora_gate, lora_up, k0), left);
             return;
         }
         step -= lora_steps;
 #endif
-        const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
-        const int k0 = (step - segment * steps_per_segment) * BK, chunk_k = k0 + chunk_column();
+        const int k0 = (step - (K_SEGMENTS == 2 && step >= steps_per_segment ? steps_per_segment : 0)) * BK;
+        const bool past = K_SEGMENTS == 2 && step >= 2 * steps_per_segment;
+        const int left = past ? 0 : K - k0;  // depth from here on; none past the last step
 #pragma unroll
-        for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
-            copy_chunk(stage, i, a_matrix.at(a_rows[i], segment * K + chunk_k), K - chunk_k);
-            copy_b(stage, i, (SPLIT ? i >= LINES_PER_THREAD / 2 : segment) ? up : gate, k0, chunk_k, K);
-        }
+        for (int i = A_COPIES * part / COPY_PARTS; i < A_COPIES * (part + 1) / COPY_PARTS; ++i)
+            copy_chunk(stage + copy_offset<true>(i), a_at[i] + a_moved, left - ka);
+#pragma unroll
+        for (int i = B_COPIES * part / COPY_PARTS; i < B_COPIES * (part + 1) / COPY_PARTS; ++i)
+            copy_b(stage, i, b_at[i] + b_moved, left);
+        if (part < COPY_PARTS - 1) return;
+        // The second segment begins K columns after the first in A, and with up in place of gate in B.
+        const bool turn = K_SEGMENTS == 2 && step == steps_per_segment - 1;
+        a_moved += turn ? K * static_cast<int64>(sizeof(element)) - (steps_per_segment - 1) * STEP_BYTES : STEP_BYTES;
+        b_moved += turn ? up.base - gate.base - (steps_per_segment - 1) * b_step : b_step;
     });
 
     const int warp_n = threadIdx.x / 64;
@@ -175,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         });
     } else if constexpr (EPILOGUE == ACTIVATE) {
         if (WEIGHTS_ON_INPUT) {
-            tile_weights[threadIdx.x] = p.row_weights[my_row];
+            if (threadIdx.x < BM) tile_weights[threadIdx.x] = p.row_weights[my_row];
             __syncthreads();
         }
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
@@ -226,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             }
         };
         load(0);
-        tile_weights[threadIdx.x] = p.row_weights[my_row];
+        if (threadIdx.x < BM) tile_weights[threadIdx.x] = p.row_weights[my_row];
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -276,13 +294,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 if (p.result) store_row8<ALIGNED>(p.result + r * N + n, y_swi, valid);
 #pragma unroll
                 for (int step = 1; step < 8; step <<= 1) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-                if (Staging::column_group() == 0) row_sums[warp_n][row] = dot;
+                if (Staging::column_group() == 0) row_sums[warp_n * BM + row] = dot;
             }
             if (BUFFERS == 1 && i < 3) load(i + 1);
         }
         __syncthreads();
-        if (p.partial_sums && threadIdx.x < rows)
-            p.partial_sums[static_cast<int64>(tile.n) * p.num_slots + row0 + threadIdx.x] =
-                row_sums[0][threadIdx.x] + row_sums[1][threadIdx.x];
+        if (p.partial_sums && threadIdx.x < rows) {
+            float sum = row_sums[threadIdx.x];
+#pragma unroll
+            for (int w = 1; w < BN / 64; ++w) sum += row_sums[w * BM + threadIdx.x];
+            p.partial_sums[static_cast<int64>(tile.n) * p.num_slots + row0 + threadIdx.x] = sum;
+        }
     }
 }

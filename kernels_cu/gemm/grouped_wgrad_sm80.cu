@@ -29,10 +29,8 @@ struct GroupedWgradParams {
     int rows, columns;                // M, N
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    ENTRY(const __grid_constant__ GroupedWgradParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constant__ GroupedWgradParams params) {
     const GroupedWgradParams p = params;  // a copy: fields of params that the main loop reads would cost registers
-    constexpr int ROWS = BK / 16;         // rows that a thread copies per stage; its lines are slabs of these rows
     const int M = p.rows, N = p.columns, expert = blockIdx.y;
     const Tile tile = raster(blockIdx.x, (M + BM - 1) / BM, (N + BN - 1) / BN);
     const int m0 = tile.m * BM, n0 = tile.n * BN;
@@ -41,26 +39,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     const Rows p_matrix(p.p + blockIdx.z * p.p_half, p.ldp), q_matrix(p.q + blockIdx.z * p.q_half, p.ldq);
 
     // Token indices are loaded one stage before the rows that they address.
-    int tokens[ROWS];
+    int tokens[K_ROWS];
     auto load_tokens = [&](int step) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int row = first + step * BK + threadIdx.x / 8 + 16 * i;
+        for (int i = 0; i < K_ROWS; ++i) {
+            const int row = first + step * BK + first_line() + i * PASS_LINES;
             tokens[i] = row < last ? p.expert_token_indices[row] : 0;
         }
     };
     load_tokens(0);
+    const int chunk = chunk_column<false>();
     Accumulators acc;
-    main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int step, int quarter) {
+    main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int step, int part) {
+        auto copy = [&](int i, int operand, const Rows& matrix, bool gathered, int start, int columns) {
+            const int row = first + step * BK + first_line() + i % K_ROWS * PASS_LINES, column = start + slab_column(i) + chunk;
+            copy_chunk(stage + operand + copy_offset<false>(i), matrix.at(gathered ? tokens[i % K_ROWS] : row, column),
+                       row < last ? columns - column : 0);
+        };
 #pragma unroll
-        for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
-            const int row = first + step * BK + threadIdx.x / 8 + 16 * (i % ROWS), token = tokens[i % ROWS];
-            const int column = i / ROWS * LINE + chunk_column();
-            copy_chunk(stage, i, p_matrix.at(GATHER_P ? token : row, m0 + column), row < last ? M - m0 - column : 0);
-            copy_chunk(stage + OPERAND_BYTES, i, q_matrix.at(GATHER_Q ? token : row, n0 + column),
-                       row < last ? N - n0 - column : 0);
-        }
-        if (quarter == COPY_QUARTERS - 1) load_tokens(step + 1);
+        for (int i = A_COPIES * part / COPY_PARTS; i < A_COPIES * (part + 1) / COPY_PARTS; ++i)
+            copy(i, 0, p_matrix, GATHER_P, m0, M);
+#pragma unroll
+        for (int i = B_COPIES * part / COPY_PARTS; i < B_COPIES * (part + 1) / COPY_PARTS; ++i)
+            copy(i, A_BYTES, q_matrix, GATHER_Q, n0, N);
+        if (part == COPY_PARTS - 1) load_tokens(step + 1);
     });
 
     OUT* out = (blockIdx.z ? p.out1 : p.out0) + expert * p.expert_stride;

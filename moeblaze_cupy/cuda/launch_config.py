@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
 RESERVED_BYTES = 1024  # shared memory that the driver keeps for each block
-PANEL_COLUMNS = 256  # width of the portable tier's panels, of Hopper's column tiles, and of a warp's sums
+PANEL_COLUMNS = 256  # columns of a tile of the products, and of a warp's sums; panels are multiples of it
 SQUARE_TILE = 192  # rows and columns of a square tile on Hopper
 MAX_EXPERTS = 4096  # dispatch keeps counters and lists of all experts in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile

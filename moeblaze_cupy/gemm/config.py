@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from moeblaze_cupy.cuda.launch_config import (
     GROUP_COLUMNS,
     PANEL_COLUMNS,
-    RESERVED_BYTES,
     SQUARE_TILE,
     TILE_ROWS,
     DeviceLimits,
     ceil_div,
 )
 
-TILE_COLUMNS = 128  # BN of the portable GEMMs
-GEMM_THREADS = 128
-GEMM_BLOCKS = 2  # blocks of a portable GEMM that a multiprocessor has registers for
-STAGE_BYTES = 32 * 1024  # a stage of the portable GEMMs: BM x BK of A beside BK x BN of B
-STATIC_BYTES = 2048  # shared memory that a portable GEMM may declare beside its stages
+PORTABLE_THREADS = 256
+PORTABLE_STEPS = 128, 64  # bytes along K of a stage of the portable GEMMs, if three of them fit
+PORTABLE_STAGES = 4  # at most
+STATIC_BYTES = 1024  # shared memory that a portable GEMM may declare beside its stages
 HOPPER_THREADS = 384  # a producer warpgroup and two of consumers
 HOPPER_STAGES = 3
-MAX_PANEL_COLUMNS = 2048  # greatest width of Hopper's panels
+MAX_PANEL_COLUMNS = 2048  # greatest width of a column panel
 ONE_PANEL_ELEMENTS = 2**24  # elements of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
 STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
 STEP_BYTES = 2 * STEP_ROWS  # a row in a stage, and so BK of e4m3
@@ -45,10 +43,8 @@ PARTS_GROUPS = 256  # groups of 8 columns per block of wgrad_parts.cu, a thread 
 
 _PORTABLE = {
     "BM": TILE_ROWS,
-    "BN": TILE_COLUMNS,
-    "THREADS": GEMM_THREADS,
-    "BLOCKS_PER_MULTIPROCESSOR": GEMM_BLOCKS,
-    "STAGE_BYTES": STAGE_BYTES,
+    "BN": PANEL_COLUMNS,
+    "THREADS": PORTABLE_THREADS,
 }
 _HOPPER = {
     "BM": TILE_ROWS,
@@ -135,6 +131,7 @@ class GemmConfig:
     threads: int
     shared_bytes: int
     stages: int
+    step_bytes: int = STEP_BYTES  # of a row in a stage
     tile_rows: int = TILE_ROWS
     why: tuple[str, ...] = ()  # these kernels, and so many stages
 
@@ -160,12 +157,15 @@ def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmCo
             f"{HOPPER_STAGES} stages of {HOPPER_STAGE_BYTES // 1024} KiB; a persistent grid with at most one CTA per "
             "multiprocessor",
         )
-        columns = tile_columns("sm90", split)
+        columns = tile_columns(split)
         return GemmConfig("sm90", columns, HOPPER_THREADS, shared_bytes, HOPPER_STAGES, why=why)
-    stages = gemm_stages(limits)
-    columns, shared_bytes = tile_columns("sm80", split), stages * STAGE_BYTES
-    why = _why_portable(dtype, aligned, limits), _why_stages(stages, limits)
-    return GemmConfig("sm80", columns, GEMM_THREADS, shared_bytes, stages, why=why)
+    stages, step_bytes = portable_stages(limits)
+    stage_bytes = _portable_stage_bytes(step_bytes)
+    room = limits.shared_bytes_per_block // 1024
+    of_stages = f"{stages} stages of {stage_bytes // 1024} KiB in the {room} KiB of a CTA; a CTA per tile"
+    why = _why_portable(dtype, aligned, limits), of_stages
+    shared_bytes = stages * stage_bytes
+    return GemmConfig("sm80", tile_columns(split), PORTABLE_THREADS, shared_bytes, stages, step_bytes, why=why)
 
 
 def _capability(limits: DeviceLimits) -> str:
@@ -183,13 +183,6 @@ def _why_portable(dtype: str, aligned: bool, limits: DeviceLimits) -> str:
         why = "Hopper's need slots, 16-byte-aligned addresses and strides, and sizes that are multiples of 8"
     accesses = "16 bytes at a time" if aligned else "an element at a time, as 16 bytes would not be aligned"
     return f"portable kernels: {why}; memory is read {accesses}"
-
-
-def _why_stages(stages: int, limits: DeviceLimits) -> str:
-    shared = limits.shared_bytes_per_multiprocessor
-    resident = "two CTAs fit" if GEMM_BLOCKS * stages * STAGE_BYTES < shared else "one CTA fits"
-    in_all = f"{shared // 1024} KiB of a multiprocessor"
-    return f"{stages} stages of {STAGE_BYTES // 1024} KiB, with which {resident} in the {in_all}; a CTA per tile"
 
 
 def square_gemm(pairs: bool) -> GemmConfig:
@@ -231,24 +224,26 @@ def lora_in_spare(entry: str, ranks: int, square: bool, has_bias: bool) -> tuple
     return True, f"the factor's {ranks} ranks lie in the spare bytes"
 
 
-def tile_columns(tier: str, split: bool) -> int:
+def tile_columns(split: bool) -> int:
     """Returns the columns of the result in a tile; with `split`, a gated up projection, as many of gate and of up."""
-    columns = PANEL_COLUMNS if tier == "sm90" else TILE_COLUMNS
-    return columns // 2 if split else columns
+    return PANEL_COLUMNS // 2 if split else PANEL_COLUMNS
 
 
-def gemm_stages(limits: DeviceLimits) -> int:
-    """Returns the pipeline depth of the portable GEMMs.
+def _portable_stage_bytes(step_bytes: int) -> int:
+    return (TILE_ROWS + PANEL_COLUMNS) * step_bytes
 
-    Two CTAs per multiprocessor hide each other's epilogue, so depth yields to the second CTA: 3
-    stages where 2 CTAs of 96 KiB fit (sm_90, sm_100), 2 on sm_80's 164 KiB, and 3 with one CTA where
-    even 2 x 64 KiB do not fit (sm_86, sm_89, sm_120).
+
+def portable_stages(limits: DeviceLimits) -> tuple[int, int]:
+    """Returns the pipeline depth of the portable GEMMs, and the bytes along K of a stage.
+
+    4 stages of 48 KiB fit sm_90 and sm_100, 3 fit sm_80. On cards with 99 KiB (sm_86, sm_89, sm_120) 4 of 24 KiB fit.
     """
-    static_and_reserved = STATIC_BYTES + RESERVED_BYTES
-    for stages in (3, 2):
-        if GEMM_BLOCKS * (stages * STAGE_BYTES + static_and_reserved) <= limits.shared_bytes_per_multiprocessor:
-            return stages
-    return 3 if 3 * STAGE_BYTES + static_and_reserved <= limits.shared_bytes_per_block else 2
+    room = limits.shared_bytes_per_block - STATIC_BYTES
+    for step_bytes in PORTABLE_STEPS:
+        stages = min(room // _portable_stage_bytes(step_bytes), PORTABLE_STAGES)
+        if stages >= 3:
+            break
+    return stages, step_bytes
 
 
 @functools.lru_cache(maxsize=1024)
@@ -368,21 +363,19 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
     return splits, f"split-K, {splits} CTAs per tile: {of_all}; {why}"
 
 
-def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
+def column_tiles(columns: int, width: int = PANEL_COLUMNS) -> int:
     return ceil_div(columns, width)
 
 
 @functools.lru_cache(maxsize=256)
-def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[tuple[int, int], ...], str]:
+def panels(columns: int, num_slots: int) -> tuple[tuple[tuple[int, int], ...], str]:
     """Returns (first column, width) of each panel of a product that is summed over slots.
 
-    On Hopper the left operand comes from memory once per panel, so that wide panels are faster. Up to 512 columns are
+    The left operand comes from memory once per panel, so that wide panels are faster. Up to 512 columns are
     one panel, as are few rows, for which the last wave of a launch's CTAs counts. Others are two or more panels, of
     half the columns in whole tiles, 2048 columns at most. Figures: docs/decisions/006.
     """
-    if tier == "sm80":
-        widest, of_width = PANEL_COLUMNS, f"the portable tier's are {PANEL_COLUMNS} wide, or d = {columns}"
-    elif columns <= 2 * PANEL_COLUMNS:
+    if columns <= 2 * PANEL_COLUMNS:
         widest, of_width = columns, f"d = {columns} is at most {2 * PANEL_COLUMNS}"
     elif num_slots * columns <= ONE_PANEL_ELEMENTS:
         elements = f"L*k*d = {num_slots * columns} elements, at most {ONE_PANEL_ELEMENTS}"
@@ -392,7 +385,7 @@ def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[tuple[int, in
         of_width = f"half of d = {columns} in multiples of {PANEL_COLUMNS}, at most {MAX_PANEL_COLUMNS}"
     found = tuple((c, min(widest, columns - c)) for c in range(0, columns, widest))
     number = "one column panel" if len(found) == 1 else f"{len(found)} column panels"
-    width = f" of {count(found[0][1], 'column')}" if tier == "sm80" or widest < columns else ""
+    width = f" of {count(found[0][1], 'column')}" if widest < columns else ""
     return found, f"{number}{width}: {of_width}"
 
 

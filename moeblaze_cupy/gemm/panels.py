@@ -61,7 +61,7 @@ def configure(
     if gemm_config.rows_go_to_tokens(index.k, tier) and source is None:
         to_tokens = Rows(d, why=(gemm_config.TO_TOKENS,), to_tokens=True, weights_dtype=weights_dtype, place=place)
         return Panels((grouped_gemm.configure(product, limits, to_tokens),), (), None, a.result_dtype)
-    panels, of_panels = gemm_config.panels(d, index.num_rows, tier)
+    panels, of_panels = gemm_config.panels(d, index.num_rows)
     spare = a.ld if overwrites and not a.is_fp8 else 0
     in_place = gemm_config.panel_takes_left_operands_rows(d, spare, tier)
     widths = tuple(width for _, width in panels)

@@ -270,6 +270,7 @@ def _variant(
         transposed=weight.transposed,
         aligned=aligned,
         stages=config.stages,
+        step_bytes=config.step_bytes,
         tier=config.tier,
         **options,
     )

@@ -38,6 +38,7 @@ def gemm_variant(
     aligned: bool,
     weights_dtype: str = "float32",
     stages: int = 3,
+    step_bytes: int = 128,
     tier: str = "sm80",
     stored_y_swi: bool = False,
     clusters: bool = False,
@@ -78,7 +79,7 @@ def gemm_variant(
     half = "fp16" if dtype == "float16" else "bf16"
     macros: dict[str, str | int] = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
     if tier == "sm80":
-        macros |= {"MMA": f"mma_{half}", "ALIGNED": int(aligned), "STAGES": stages}
+        macros |= {"MMA": f"mma_{half}", "ALIGNED": int(aligned), "STAGES": stages, "STEP_BYTES": step_bytes}
     else:
         macros |= {"WGMMA": f"wgmma_{half}"}
     forward = entry.endswith("_fwd")
@@ -105,7 +106,7 @@ def gemm_variant(
         "GATHER": int(gathers(entry)),
         "B_K_CONTIGUOUS": int(transposed == forward),
         "K_SEGMENTS": k_segments(entry, gated, interleaved),
-        "TILE_COLUMNS": gemm_config.tile_columns(tier, is_split(entry, gated)),
+        "TILE_COLUMNS": gemm_config.tile_columns(is_split(entry, gated)),
         "WEIGHTS_ON_INPUT": int(weights_on_input and epilogue != "STORE"),
         "LORA": int(lora),
     }

@@ -23,13 +23,7 @@ B200 = DeviceLimits(100, 148, 232448, 233472)
 RTX_5090 = DeviceLimits(120, 170, 101376, 102400)
 DEVICES = [A100, RTX_3090, JETSON_ORIN, RTX_4090, H200, B200, RTX_5090]
 
-RESERVED_BYTES = 1024  # of shared memory, by the driver, for each resident block
-STATIC_BYTES = 2048  # of the portable down_bwd, which has the most
-
-
-def resident_blocks(limits, shared_bytes):
-    """By shared memory alone."""
-    return limits.shared_bytes_per_multiprocessor // (shared_bytes + STATIC_BYTES + RESERVED_BYTES)
+STATIC_BYTES = 1024  # of the portable products: a row number for each row of a tile
 
 
 @pytest.mark.parametrize("limits", DEVICES, ids=lambda limits: f"sm_{limits.compute_capability}")
@@ -38,29 +32,25 @@ def test_only_hopper_leaves_the_portable_tier(limits):
 
 
 @pytest.mark.parametrize(
-    ("limits", "stages", "blocks"),
+    ("limits", "stages", "step_bytes"),
     [
-        (A100, 2, 2),
-        (JETSON_ORIN, 2, 2),
-        (H200, 3, 2),
-        (B200, 3, 2),
-        (RTX_3090, 3, 1),
-        (RTX_4090, 3, 1),
-        (RTX_5090, 3, 1),
+        (A100, 3, 128),
+        (JETSON_ORIN, 3, 128),
+        (H200, 4, 128),
+        (B200, 4, 128),
+        (RTX_3090, 4, 64),
+        (RTX_4090, 4, 64),
+        (RTX_5090, 4, 64),
     ],
     ids=lambda value: f"sm_{value.compute_capability}" if isinstance(value, DeviceLimits) else str(value),
 )
-def test_pipeline_depth_leaves_room_for_the_second_block(limits, stages, blocks):
-    assert gemm_config.gemm_stages(limits) == stages
-    shared_bytes = stages * gemm_config.STAGE_BYTES
-    assert shared_bytes + STATIC_BYTES <= limits.shared_bytes_per_block
-    assert resident_blocks(limits, shared_bytes) == blocks
-    deeper = (stages + 1) * gemm_config.STAGE_BYTES
-    assert resident_blocks(limits, deeper) < blocks or deeper + STATIC_BYTES > limits.shared_bytes_per_block
-
-
-def test_pipeline_depth_is_two_where_three_stages_do_not_fit_a_block():
-    assert gemm_config.gemm_stages(DeviceLimits(80, 1, 98 * 1024, 100 * 1024)) == 2
+def test_portable_stages_fill_the_memory_of_a_block(limits, stages, step_bytes):
+    assert gemm_config.portable_stages(limits) == (stages, step_bytes)
+    stage_bytes = (128 + 256) * step_bytes
+    room = limits.shared_bytes_per_block - STATIC_BYTES
+    assert stages * stage_bytes <= room
+    assert stages == 4 or (stages + 1) * stage_bytes > room
+    assert step_bytes == 128 or 3 * 2 * stage_bytes > room  # three stages of twice the depth do not fit
 
 
 @pytest.mark.parametrize("dtype", loader.ELEMENTS)
@@ -71,8 +61,8 @@ def test_gemm_configuration(limits, split, aligned, dtype):
     config = gemm_config.gemm(dtype, aligned, split, limits)
     on_hopper = limits is H200 and aligned and dtype != "float32"
     assert config.tier == ("sm90" if on_hopper else "sm80")
-    assert config.threads == (384 if on_hopper else 128)
-    assert config.tile_columns == (256 if on_hopper else 128) // (2 if split else 1)
+    assert config.threads == (384 if on_hopper else 256)
+    assert config.tile_columns == 256 // (2 if split else 1)
     assert config.shared_bytes <= limits.shared_bytes_per_block - (0 if on_hopper else STATIC_BYTES)
     # 5 tiles of rows, 3 of columns: a block each, or as many as there are multiprocessors
     columns = 2 * config.tile_columns + 1
@@ -86,7 +76,7 @@ def test_gemm_configuration(limits, split, aligned, dtype):
 def test_forcing_the_portable_tier_takes_its_configuration_on_hopper():
     limits = dataclasses.replace(H200, tier=launch_config.tier(90, "sm80"))
     config = gemm_config.gemm("bfloat16", True, False, limits)
-    assert (config.tier, config.stages, config.shared_bytes) == ("sm80", 3, 3 * gemm_config.STAGE_BYTES)
+    assert (config.tier, config.stages, config.step_bytes, config.shared_bytes) == ("sm80", 4, 128, 4 * 384 * 128)
 
 
 @given(counts=st.lists(st.integers(0, 1000), min_size=1, max_size=50), absent=st.integers(0, 300))
@@ -106,17 +96,14 @@ def test_some_routing_reaches_the_bound_on_row_tiles(slots, experts):
     assert launch_config.max_row_tiles(slots, experts) - tiles <= (1 if rest % launch_config.TILE_ROWS else 0)
 
 
-@pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @given(columns=st.integers(1, 20000), slots=st.one_of(st.integers(1, 5000), st.integers(1, launch_config.MAX_SLOTS)))
-def test_panels_tile_the_columns(tier, columns, slots):
-    panels, _ = gemm_config.panels(columns, slots, tier)
+def test_panels_tile_the_columns(columns, slots):
+    panels, _ = gemm_config.panels(columns, slots)
     assert [c for first, width in panels for c in range(first, first + width)] == list(range(columns))
     for first, width in panels:
         assert 1 <= width <= panels[0][1]
         assert first % 256 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
-    if tier == "sm80":
-        assert panels[0][1] <= 256
-    elif columns > 512 and columns * slots > 2**24:  # about half a routed buffer, in whole tiles
+    if columns > 512 and columns * slots > 2**24:  # about half a routed buffer, in whole tiles
         assert panels[0][1] <= min((columns + 511) // 2, 2048)
 
 
@@ -134,9 +121,9 @@ def test_panels_tile_the_columns(tier, columns, slots):
         (7168, [2048] * 3 + [1024]),
     ],
 )
-def test_hoppers_panels(columns, widths):
-    assert [width for _, width in gemm_config.panels(columns, 2**20, "sm90")[0]] == widths
-    assert gemm_config.panels(columns, 2**24 // columns, "sm90")[0] == ((0, columns),)
+def test_widths_of_panels(columns, widths):
+    assert [width for _, width in gemm_config.panels(columns, 2**20)[0]] == widths
+    assert gemm_config.panels(columns, 2**24 // columns)[0] == ((0, columns),)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +241,7 @@ def test_ceil_div(a, b):
 
 
 def test_column_tiles():
-    assert [gemm_config.column_tiles(n) for n in (1, 128, 129)] == [1, 1, 2]
+    assert [gemm_config.column_tiles(n) for n in (1, 256, 257)] == [1, 1, 2]
     assert [gemm_config.column_tiles(n, 64) for n in (1, 64, 65)] == [1, 1, 2]
 
 
@@ -346,13 +333,15 @@ def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
     for entry, split in (("up_fwd", True), ("down_fwd", False)):
         config = gemm_config.gemm("bfloat16", True, split, limits)
         options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True}
-        variant = gemm_variants.gemm_variant(entry, **options, tier=config.tier, stages=config.stages)
+        pipeline = {"stages": config.stages, "step_bytes": config.step_bytes}
+        variant = gemm_variants.gemm_variant(entry, **options, tier=config.tier, **pipeline)
         given = loader.kernel_constants(variant.source) | dict(variant.macros)
         assert int(given["TILE_COLUMNS"]) == config.tile_columns
         assert given["THREADS"] == config.threads
         assert int(given["STAGES"]) == config.stages
         beside = given["TILE_BYTES"] + given["SPARE_BYTES"] if tier == "sm90" else 0
-        assert int(given["STAGES"]) * given["STAGE_BYTES"] + beside == config.shared_bytes
+        stage_bytes = given["STAGE_BYTES"] if tier == "sm90" else 384 * int(given["STEP_BYTES"])
+        assert int(given["STAGES"]) * stage_bytes + beside == config.shared_bytes
 
 
 @given(

@@ -129,18 +129,18 @@ HOPPER_EPILOGUES = {
 @pytest.mark.parametrize("entry", [*GEMMS, *WGRADS])
 def test_tiers_have_their_own_sources_and_constants(entry):
     family = "grouped_wgrad" if entry in WGRADS else "grouped_gemm"
-    options = {"dtype": "float16", "activation": "swiglu", "transposed": False, "aligned": True, "stages": 2}
+    options = {"dtype": "float16", "activation": "swiglu", "transposed": False, "aligned": True, "stages": 4}
     portable, hopper = (gemm_variant(entry, **options, tier=tier) for tier in ("sm80", "sm90"))
     constants = {("SPLIT_K", "0"), ("OTHERS", "0"), ("FP8", "0")}
     if entry in GEMMS:
         plain = {"STORED_Y_SWI": "0", "CLUSTER_CTAS": "1", "WEIGHT": "float"}
         plain |= {"PUSHES": "0", "FP8_SAVED": "0", "FP8": "0", "EXPERT_SCALES": "1"}
         plain |= {"LORA_IN_SPARE": "0", "LORA_STAGES": "0"}
-        columns = {"TILE_COLUMNS": "128" if entry == "up_fwd" else "256"}
-        constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items(), *columns.items()}
+        constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items()}
     assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
     assert portable.entry == hopper.entry == dict(portable.macros)["ENTRY"] == dict(hopper.macros)["ENTRY"] == entry
-    assert {("MMA", "mma_fp16"), ("ALIGNED", "1"), ("STAGES", "2")} <= set(portable.macros) - set(hopper.macros)
+    of_stages = {("MMA", "mma_fp16"), ("ALIGNED", "1"), ("STAGES", "4"), ("STEP_BYTES", "128")}
+    assert of_stages <= set(portable.macros) - set(hopper.macros)
     assert set(hopper.macros) - set(portable.macros) == {("WGMMA", "wgmma_fp16"), *constants}
 
 
@@ -230,8 +230,10 @@ def test_kernels_that_an_activation_does_not_enter_are_shared():
 
 def test_names_tell_variants_apart():
     assert Variant("aggregation.cu", "weights_bwd_float32").name == "weights_bwd_float32"
-    name = gemm_variant("up_wgrad", dtype="float32", activation="silu", transposed=True, aligned=False, stages=2).name
-    assert name == "up_wgrad element=float aligned=0 stages=2 gather_p=0 gather_q=1 accumulate=0 out=float"
+    name = gemm_variant("up_wgrad", dtype="float32", activation="silu", transposed=True, aligned=False).name
+    assert (
+        name == "up_wgrad element=float aligned=0 stages=3 step_bytes=128 gather_p=0 gather_q=1 accumulate=0 out=float"
+    )
     everything = all_variants.variants(
         tuple(loader.ELEMENTS), ("row", "transposed"), ACTIVATIONS, (True, False), launch_config.H200
     )

@@ -41,8 +41,9 @@ if COMPILER is None or platform.system() != "Linux":
     pytest.skip("the emulator needs Linux and g++", allow_module_level=True)
 
 # Few multiprocessors, so that small problems have every multiprocessor busy.
-THREE_STAGES = DeviceLimits(90, 2, 232448, 233472)
-TWO_STAGES = DeviceLimits(80, 2, 166912, 167936)
+DEEP_STAGES = DeviceLimits(90, 2, 232448, 233472)
+SHORT_STAGES = DeviceLimits(86, 2, 101376, 102400)
+A100 = DeviceLimits(80, 2, 166912, 167936)
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 STREAM = 0x57
 ALIGNMENT = 256  # of device allocations
@@ -222,7 +223,7 @@ def encoded_map(pointer, tensor):
 
 
 @contextmanager
-def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0, tier: str = "sm80", clusters_at_once: int = 1):
+def emulated(limits: DeviceLimits = DEEP_STAGES, seed: int = 0, tier: str = "sm80", clusters_at_once: int = 1):
     device = Device(limits, seed, clusters_at_once)
     caches = (loader._device_limits,)
     with pytest.MonkeyPatch.context() as patch:
@@ -482,14 +483,26 @@ def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
         assert as_bits(want) == as_bits(np.asarray(out))
 
 
-def test_two_stage_pipeline():
-    assert (gemm_config.gemm_stages(TWO_STAGES), gemm_config.gemm_stages(THREE_STAGES)) == (2, 3)
-    with emulated(TWO_STAGES) as device:
+def test_pipelines_of_other_depths():
+    pipelines = [gemm_config.portable_stages(limits) for limits in (DEEP_STAGES, A100, SHORT_STAGES)]
+    assert pipelines == [(4, 128), (3, 128), (4, 64)]
+    with emulated(A100) as device:
         layer = Layer(device, make_inputs(TILES[0], 0, DTYPES["bfloat16"]))
         results = layer.run()
         layer.assert_matches_reference(results)
-    with emulated(THREE_STAGES) as device:  # more copies in flight, the same sums
-        assert not differences(results, Layer(device, layer.inputs).run())
+    for limits in (DEEP_STAGES, SHORT_STAGES):  # other copies in flight, the same sums
+        with emulated(limits) as device:
+            assert not differences(results, Layer(device, layer.inputs).run())
+
+
+@pytest.mark.parametrize("order", ["row", "transposed"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_short_stages(dtype, order):
+    """As cards with 99 KiB of shared memory per CTA have them."""
+    inputs = make_inputs(replace(TILES[2], order=order), 1, DTYPES[dtype])
+    with emulated(SHORT_STAGES) as device:
+        layer = Layer(device, inputs)
+        layer.assert_matches_reference(layer.run())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

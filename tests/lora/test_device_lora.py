@@ -13,7 +13,7 @@ from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.lora import config as lora_config
 from tests.cases import Case, relative_error
-from tests.layer.test_device_code import OUTLIER, THREE_STAGES, emulated, in_float64
+from tests.layer.test_device_code import DEEP_STAGES, OUTLIER, emulated, in_float64
 from tests.lora.lora_cases import NAMES, by_name, exact, problem
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -27,7 +27,7 @@ ODD = Case(L=150, k=2, E=3, d=71, h=45, routing="absent")
 
 
 def on(tier):
-    return emulated(HOPPER if tier == "sm90" else THREE_STAGES, tier=tier)
+    return emulated(HOPPER if tier == "sm90" else DEEP_STAGES, tier=tier)
 
 
 def put(device, array):

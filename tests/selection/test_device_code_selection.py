@@ -6,7 +6,7 @@ import pytest
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
-from tests.layer.test_device_code import DTYPES, THREE_STAGES, emulated
+from tests.layer.test_device_code import DEEP_STAGES, DTYPES, emulated
 
 SMALL = DeviceLimits(89, 3, 101376, 102400)  # a digit has 10 bits
 LARGE = DeviceLimits(89, 128, 101376, 102400)  # parts have fewer tokens
@@ -379,7 +379,7 @@ def test_digits_and_parts_of_large_problems():
     from moeblaze_cupy.selection import config as selection_config
 
     for L, S, E in ((2**20, 1, 128), (2**31 - 128, 1, 1), (2**24, 2**10, 64), (2**16, 2**16, 4096)):
-        for limits in (launch_config.H200, SMALL, THREE_STAGES):
+        for limits in (launch_config.H200, SMALL, DEEP_STAGES):
             parts = selection_config.parts_of_sequence(S, L // S, limits.multiprocessors, 256, 65535)
             assert launch_config.ceil_div(L // S, parts) <= 65535
             for row_bytes in (128, 2 * E):
