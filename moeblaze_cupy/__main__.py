@@ -1,4 +1,4 @@
-"""Command line: `moeblaze info|compile|explain|plan`, or `python -m moeblaze_cupy` with the same words."""
+"""Command line: `moeblaze info|compile|explain|plan|run`, or `python -m moeblaze_cupy` with the same words."""
 
 import argparse
 import importlib
@@ -120,6 +120,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
     )  # fmt: skip
     _add_json(plan)
+
+    run = commands.add_parser(
+        "run",
+        help="run a command whose processes use the layer in models of transformers",
+        usage="%(prog)s [-h] [--import-only] -- COMMAND ...",
+        description="Runs a command, such as torchrun or accelerate launch. In every Python process that it starts, "
+        "models of transformers that name no experts implementation use the layer.",
+    )
+    run.add_argument("--import-only", action="store_true", help="only register 'moeblaze': models have to name it")
+    run.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program and its arguments")
 
     return parser
 

@@ -48,6 +48,7 @@ LEVELS = [
     ["interop.torch"],
     ["interop.parallel"],
     ["interop.fsdp", "interop.transformers"],
+    ["interop.startup"],
     ["tools"],
     ["__main__"],
 ]

@@ -18,6 +18,7 @@ __all__ = [
     "Mxfp4HfQuantizer",
     "activated",
     "can_activate",
+    "can_set_experts",
     "converts",
     "experts_implementation",
     "gate_method",
@@ -74,6 +75,11 @@ def experts_implementation(module: Any) -> str:
     """The name of the implementation that transformers has compute this module, as the model's config has it."""
     name: str = module.config._experts_implementation
     return name
+
+
+def can_set_experts(model: Any) -> bool:
+    """Whether transformers lets an implementation compute the experts of this model's class."""
+    return bool(model._can_set_experts_implementation())
 
 
 def is_dispatched(module: Any) -> bool:
