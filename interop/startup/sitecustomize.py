@@ -66,7 +66,7 @@ class Loader:
 
 
 def tell(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0" and sys.stderr is not None:
         print(f"moeblaze_cupy run: {text}", file=sys.stderr)
 
 

@@ -33,7 +33,7 @@ def _replace_choice() -> None:
         _tell_once(type(self).__name__)
         return "moeblaze"
 
-    PreTrainedModel.get_correct_experts_implementation = get_correct_experts_implementation
+    setattr(PreTrainedModel, choose.__name__, get_correct_experts_implementation)
 
 
 def _note_if_quantised(config: Any, inside: bool = False) -> None:
@@ -48,7 +48,7 @@ def _note_if_quantised(config: Any, inside: bool = False) -> None:
 
 
 def _tell_once(model: str) -> None:
-    if not _told and os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
+    if not _told and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0" and sys.stderr is not None:
         print(f"moeblaze_cupy: {model} names no experts implementation and uses 'moeblaze'", file=sys.stderr)
     _told.append(model)
 
