@@ -1,6 +1,7 @@
 """Uses an installed moeblaze_cupy: it is not the checkout's, it has every kernel source, and a layer runs."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ checkout = Path(sys.argv[1]).resolve()
 package = Path(mb.__file__).resolve().parent
 assert checkout not in package.parents, f"{package} is in the checkout"
 assert (package / "py.typed").is_file()
+files = {path.name for path in metadata.files("moeblaze-cupy") or ()}
+assert "sitecustomize.py" in files and not [name for name in files if name.endswith(".pth")]
 assert dlpack.is_dlpack(np.zeros(1))
 
 kernels = {path.name: path.read_bytes() for path in (checkout / "kernels_cu").rglob("*.cu*")}

@@ -109,7 +109,7 @@ def assert_fails(capsys, argv, *fragments):
 
 def test_help_names_every_command():
     output = run_module("--help").stdout
-    for command in ("info", "compile", "explain", "plan"):
+    for command in ("info", "compile", "explain", "plan", "run"):
         assert re.search(rf"^ +{command} ", output, re.MULTILINE)
 
 
