@@ -240,7 +240,7 @@ def quantised(dequantize):
     return name(made(config))
 
 def inside(quantisation):
-    text = dict(SIZES, **MOE, rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]})
+    text = dict(SIZES, **MOE, pad_token_id=0, rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]})
     vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16,
                   deepstack_visual_indexes=[0])
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
