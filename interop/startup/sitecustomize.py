@@ -12,10 +12,9 @@ if TYPE_CHECKING:  # the import of typing would take longer than all of this fil
     from typing import Any
 
 FOLDER = os.path.dirname(os.path.realpath(__file__))
-REGISTERS = {"transformers.integrations.moe": "moeblaze_cupy.interop.transformers"}
-MODES = {  # by the module of transformers: the module of this package that is imported after it
-    "default": REGISTERS | {"transformers.modeling_utils": "moeblaze_cupy.interop.transformers.default"},
-    "import": REGISTERS,
+MODES = {  # by the module of transformers that all models import: the module of this package that follows
+    "default": {"transformers.modeling_utils": "moeblaze_cupy.interop.transformers.default"},
+    "import": {"transformers.modeling_utils": "moeblaze_cupy.interop.transformers"},
 }
 MODE = os.environ.get("MOEBLAZE_RUN", "default")
 

@@ -26,9 +26,7 @@ def run(*words, **environment):
 
 STAND_INS = {  # of two packages, whose modules print that they run
     "transformers/__init__.py": "",
-    "transformers/integrations/__init__.py": "",
-    "transformers/integrations/moe.py": "print('integrations.moe')",
-    "transformers/modeling_utils.py": "from transformers.integrations import moe\nprint('modeling_utils')",
+    "transformers/modeling_utils.py": "print('modeling_utils')",
     "moeblaze_cupy/__init__.py": "",
     "moeblaze_cupy/interop/__init__.py": "",
     "moeblaze_cupy/interop/transformers/__init__.py": "print('registers')",
@@ -59,10 +57,10 @@ def python(code, *path, **environment):
 @pytest.mark.parametrize(
     ("mode", "lines"),
     [
-        ("default", ["integrations.moe", "registers", "modeling_utils", "default"]),
-        ("import", ["integrations.moe", "registers", "modeling_utils"]),
-        ("off", ["integrations.moe", "modeling_utils"]),
-        (None, ["integrations.moe", "registers", "modeling_utils", "default"]),
+        ("default", ["modeling_utils", "registers", "default"]),
+        ("import", ["modeling_utils", "registers"]),
+        ("off", ["modeling_utils"]),
+        (None, ["modeling_utils", "registers", "default"]),
     ],
     ids=str,
 )
@@ -86,7 +84,7 @@ def test_modules_look_as_without_it(stand_ins):
     importlib.reload(module)
     """
     done = python(code, stand_ins)
-    ran = ["integrations.moe", "registers", "modeling_utils", "default"]
+    ran = ["modeling_utils", "registers", "default"]
     assert done.stdout.splitlines() == ["True", *ran, "SourceFileLoader True", "True", "modeling_utils"], done.stderr
 
 
@@ -114,16 +112,16 @@ def test_a_second_installation_on_the_path(tmp_path, stand_ins):
     """Each finder asks the other."""
     shutil.copy(os.path.join(FOLDER, "sitecustomize.py"), tmp_path)
     done = python("import transformers.modeling_utils", str(tmp_path), stand_ins)
-    assert done.stdout.split() == ["integrations.moe", "registers", "modeling_utils", "default"], done.stderr
+    assert done.stdout.split() == ["modeling_utils", "registers", "default"], done.stderr
 
 
 @pytest.mark.parametrize("rank", [None, "0", "1"])
 def test_a_package_that_cannot_be_imported_is_one_line(tmp_path, stand_ins, rank):
     write(tmp_path / "stand_ins", {"moeblaze_cupy/interop/transformers/__init__.py": "import absent_library"})
     done = python("import transformers.modeling_utils", stand_ins, **({"RANK": rank} if rank else {}))
-    assert (done.returncode, done.stdout.split()) == (0, ["integrations.moe", "modeling_utils"])
+    assert (done.returncode, done.stdout.split()) == (0, ["modeling_utils"])
     reason = "ModuleNotFoundError(\"No module named 'absent_library'\")"
-    package = "moeblaze_cupy.interop.transformers"
+    package = "moeblaze_cupy.interop.transformers.default"
     line = f"moeblaze_cupy run: {sys.executable} cannot import {package}, so the layer is not used: {reason}\n"
     assert done.stderr == ("" if rank == "1" else line)
 
