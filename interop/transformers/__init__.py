@@ -10,5 +10,17 @@ installed("moeblaze_cupy.interop.transformers", "torch")
 installed("moeblaze_cupy.interop.transformers", "transformers")
 
 from moeblaze_cupy.interop.transformers.api import Patched, pack_experts, patch, quantize_weights, register  # noqa: E402
+from moeblaze_cupy.interop.transformers.routing import UNSET, Record, Routing, align, from_engine  # noqa: E402
 
-__all__ = ["Patched", "pack_experts", "patch", "quantize_weights", "register"]
+__all__ = [
+    "UNSET",
+    "Patched",
+    "Record",
+    "Routing",
+    "align",
+    "from_engine",
+    "pack_experts",
+    "patch",
+    "quantize_weights",
+    "register",
+]

@@ -161,7 +161,7 @@ def _llama4_weights(module: Any) -> Weights:
 def _llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)  # scores (L, E) are 0 for experts that were not chosen
-    ids = logits.topk(self.top_k, dim=1).indices
+    ids = scores.topk(self.top_k, dim=1).indices
     return self.shared_expert(x) + self.experts(x, ids, scores.gather(1, ids)), logits
 
 
@@ -197,9 +197,11 @@ def _jetmoe_weights(module: Any) -> Weights:
 
 def _jetmoe(self: Any, formula: Formula, found: Weights, layer_input: Tensor) -> Tensor:
     x = layer_input.reshape(-1, layer_input.shape[-1])
-    logits = self.router(x)[4]  # through the router, where transformers records its logits
-    chosen, ids = logits.topk(self.router.top_k, dim=1)
-    out = _layer_of(self, formula, found, x, ids, chosen.softmax(1).to(x.dtype))
+    by_expert, _, weights, counts, _ = self.router(x)  # slots in the order of their experts
+    place = by_expert.argsort()
+    ids = torch.arange(len(counts), device=x.device).repeat_interleave(torch.tensor(counts, device=x.device))
+    shape = len(x), self.router.top_k
+    out = _layer_of(self, formula, found, x, ids[place].view(shape), weights[place].view(shape))
     biased: Tensor = out.view_as(layer_input) + self.bias
     return biased
 

@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any
 
+import torch
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.quantizers import quantizer_mxfp4
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -19,11 +20,13 @@ __all__ = [
     "activated",
     "can_activate",
     "can_set_experts",
+    "checkpoint_functions",
     "converts",
     "experts_implementation",
     "gate_method",
     "grouped_mm_experts_forward",
     "has_hooks",
+    "in_backward",
     "is_dispatched",
     "is_fp8",
     "is_of_layer",
@@ -157,3 +160,17 @@ def converts(name: str, kept: list[str] | None) -> bool:
 def keep_as_loaded(module: Any) -> None:
     """Has `from_pretrained` leave the module to its checkpoint, rather than initialise weights that it expects."""
     module._is_hf_initialized = True
+
+
+def checkpoint_functions(model: Any) -> list[tuple[Any, str, Any]]:
+    """Returns modules with the attribute that holds their checkpointing function, as (module, attribute, function).
+
+    transformers' layers have the one, torch's `checkpoint_wrapper` has the other.
+    """
+    names = ("_gradient_checkpointing_func", "checkpoint_fn")
+    return [(part, name, vars(part)[name]) for part in model.modules() for name in names if name in vars(part)]
+
+
+def in_backward() -> bool:
+    """Whether autograd is computing gradients in this thread, as it is while it computes a checkpointed part again."""
+    return bool(torch._C._current_graph_task_id() != -1)

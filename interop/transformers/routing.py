@@ -1,0 +1,455 @@
+"""Records the experts that a model's routers choose, and has the routers choose given ones.
+
+A router's own code runs in both cases. One top-k in it chooses; in a replay it returns the given ids with the router's
+scores of them, so that whatever follows makes weights, with gradients, as it does of its own choice.
+"""
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.interop.transformers.formula import name_of
+from moeblaze_cupy.interop.transformers.patches import PATCHES
+
+Tensor = torch.Tensor
+
+UNSET = -1  # ids of tokens for which nothing was computed
+
+_NO_CHOICE = {"DeepseekV4HashRouter"}  # its ids follow from the tokens
+_REFUSED = {"PhimoeTopKRouter": "it has no top-k and draws its experts at random in training"}
+_TOP_K = (torch.topk, torch.Tensor.topk)
+_MASKS = (torch.masked_fill, torch.Tensor.masked_fill)
+
+
+class Chooser(NamedTuple):
+    """What chooses the experts of a layer: `method` of `module`, which the model has under `name`."""
+
+    name: str
+    module: Any
+    method: str
+
+
+def routed_model(model: torch.nn.Module) -> tuple[Any, tuple[Chooser, ...]]:
+    """Returns the innermost model of transformers that has all experts, and what chooses them, by layer."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found = [(inner, _choosers(inner)) for inner in models]
+    most = max((len(choosers) for _, choosers in found), default=0)
+    if not most:
+        raise checks.bad_value("Routing", "model", "a transformers model with experts", f"a {type(model).__name__}")
+    return [pair for pair in found if len(pair[1]) == most][-1]
+
+
+def _choosers(model: torch.nn.Module) -> tuple[Chooser, ...]:
+    found: dict[int, Chooser] = {}
+    for name, module in model.named_modules():
+        if not private.is_dispatched(module) and name_of(type(module)) not in PATCHES:
+            continue
+        block = re.sub(r"(\.?\bbase_layer)+$", "", name).rpartition(".")[0]  # peft wraps experts
+        for holder, path in ((model.get_submodule(block), block), (module, name)):
+            method = "route_tokens_to_experts"
+            if not hasattr(holder, method):
+                path, method = f"{path}.gate" if hasattr(holder, "gate") else f"{path}.router", "forward"
+                holder = getattr(holder, "gate", getattr(holder, "router", None))
+            while hasattr(holder, "base_layer"):
+                holder = holder.base_layer
+            if holder is not None:
+                found[id(holder)] = Chooser(path.lstrip("."), holder, method)
+                break
+    return tuple(chooser for chooser in found.values() if name_of(type(chooser.module)) not in _NO_CHOICE)
+
+
+class _TopK(TorchFunctionMode):
+    """Watches a router. Its `place`-th top-k gives `ids` where these are set, with their scores."""
+
+    def __init__(self, place: int = 0, ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.place, self.ids, self.count = place, ids, 0
+        self.chosen: Any = None  # the indices that the last top-k gave
+        self.own: Any = None  # and those that it would have given
+        self.num_experts = 0
+        self.masked: dict[int, tuple[Tensor, Tensor]] = {}  # results, which must live for their key, and their source
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function in _MASKS:  # an id of the replay may be of a group that the router's own choice leaves out
+            self.masked[id(out)] = out, self.masked.get(id(args[0]), args)[-1 if id(args[0]) in self.masked else 0]
+        elif function in _TOP_K:
+            self.count += 1
+            self.own = self.chosen = out.indices
+            self.num_experts = args[0].shape[-1]
+            if self.ids is not None and self.count == self.place:
+                ids = self.ids.view_as(self.own)
+                self.chosen = torch.where(ids < 0, self.own, ids)
+                scores = self.masked[id(args[0])][1] if id(args[0]) in self.masked else args[0]
+                return torch.return_types.topk((scores.gather(-1, self.chosen), self.chosen))
+        return out
+
+
+class _Call:
+    """One call of the model. ids: (layers, L, k) int64 or None. recorded: by layer, or None to record nothing."""
+
+    def __init__(self, shape: Any, ids: Tensor | None, largest: int, recorded: list[Any] | None) -> None:
+        self.shape, self.ids, self.largest, self.recorded, self.is_first = shape, ids, largest, recorded, True
+
+    def again(self) -> "_Call":
+        """Returns the call for what recomputes a part of it."""
+        call = _Call(self.shape, self.ids, self.largest, None)
+        call.is_first = False
+        return call
+
+
+class _Layer:
+    """What stands in for the method of a chooser. A copy of the module shares it, and is not concerned."""
+
+    def __init__(self, routing: "Routing", number: int, chooser: Chooser) -> None:
+        self.routing, self.number, self.chooser = routing, number, chooser
+        earlier = vars(chooser.module).get(chooser.method)
+        self.earlier = None if getattr(earlier, "__func__", None) is _choose else earlier
+        self.place = self.k = 0  # which top-k chooses, and how many; found at the first call
+        self.replayed = False  # by the last forward
+        self.counts: Any = None  # (2,) int64: rows that would choose otherwise, rows without ids
+        setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
+        chooser.module.moeblaze_routing = self
+
+    def __deepcopy__(self, memo: Any) -> "_Layer":
+        return self
+
+    def remove(self) -> None:
+        module, method = self.chooser.module, self.chooser.method
+        if getattr(vars(module).get(method), "__func__", None) is _choose:
+            delattr(module, method)
+            if self.earlier is not None:
+                setattr(module, method, self.earlier)
+        del module.moeblaze_routing
+
+    @torch.compiler.disable
+    def within(self, call: _Call, own: Callable[..., Any], args: Any, named: Any) -> Any:
+        """Calls the router's own code, which ends a graph of compiled code."""
+        if not self.place:
+            with torch.no_grad(), _TopK() as seen:
+                own(*args, **named)
+            self.place, self.k = seen.count, seen.chosen.shape[-1]
+        ids = None if call.ids is None else call.ids[self.number].to(next(self.chooser.module.parameters()).device)
+        if ids is not None and ids.shape[1] != self.k:
+            raise checks.bad_value("Routing.replay", "ids", f"k = {self.k} experts for a token", f"k = {ids.shape[1]}")
+        with _TopK(self.place, ids) as seen:
+            out = own(*args, **named)
+        chosen = seen.chosen.reshape(-1, self.k)
+        if call.largest >= seen.num_experts:
+            expected = f"ids below {seen.num_experts} at {self.chooser.name}"
+            raise checks.bad_value("Routing.replay", "ids", expected, str(call.largest))
+        if len(chosen) != call.shape[0] * call.shape[1]:
+            got = f"{len(chosen)} rows at {self.chooser.name}"
+            raise checks.bad_value("Routing", "model", f"a router that sees every token of {call.shape}", got)
+        if call.recorded is not None:
+            call.recorded[self.number] = chosen
+        if call.is_first:
+            self.replayed = ids is not None
+        if ids is not None and call.is_first:
+            self.count(seen.own.reshape(-1, self.k), ids)
+        return out
+
+    def count(self, own: Tensor, ids: Tensor) -> None:
+        """Counts rows on the device."""
+        unset = ids[:, 0] < 0
+        differs = ~((own[:, :, None] == ids[:, None, :]).any(2).all(1) | unset)
+        counts = torch.stack([differs, unset]).sum(1)
+        self.counts = counts if self.counts is None else self.counts + counts
+
+
+def _choose(self: Any, *args: Any, **named: Any) -> Any:
+    layer: _Layer = self.moeblaze_routing
+    own = layer.earlier if layer.earlier is not None else getattr(type(self), layer.chooser.method).__get__(self)
+    if layer.chooser.module is not self:
+        return own(*args, **named)
+    call = layer.routing.call
+    if call is not None:
+        return layer.within(call, own, args, named)
+    if layer.replayed and not torch.compiler.is_compiling():
+        if private.in_backward():
+            raise RuntimeError(
+                "Routing: backward computes a layer again that was replayed, by a checkpointing that is not known. "
+                "Expected gradient_checkpointing_enable() of transformers or checkpoint_wrapper of torch"
+            )
+        layer.replayed = False
+    return own(*args, **named)
+
+
+_choose.__name__ = "forward"  # the name that unpickling looks up: it finds the class's own
+
+
+class Record:
+    """What `Routing.record` recorded. calls: for each call of the model (B, T, layers, k) int32, on its device."""
+
+    def __init__(self) -> None:
+        self.calls: list[Tensor] = []
+
+    @property
+    def ids(self) -> Tensor:
+        """The calls behind one another, (B, T, layers, k): of `generate`, or of one forward. UNSET: not computed.
+
+        generate does not compute the token that it samples last, so T is the number of tokens less one.
+        Raises RuntimeError if no call was recorded, ValueError if calls have other numbers of sequences.
+        """
+        if not self.calls:
+            raise RuntimeError("Record.ids: no call of the model was recorded. Was it compiled before Routing?")
+        if len({call.shape[0] for call in self.calls}) > 1:
+            sizes = [call.shape[0] for call in self.calls]
+            raise ValueError(f"Record.ids: expected calls of one batch, got {sizes} sequences. See Record.calls")
+        return torch.cat(self.calls, 1)
+
+
+class Routing:
+    """Records and replays the routing of one model of transformers, also within wrappers such as DDP and peft's.
+
+    layers: the names of the routers in the model, in the order of ids.
+    Raises ValueError for a model without experts or with a Routing already, NotImplementedError for Phi-MoE.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._outer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+        self._model, choosers = routed_model(model)
+        for _, module, _ in choosers:
+            if getattr(vars(module).get("moeblaze_routing"), "chooser", (0, 0))[1] is module:
+                raise checks.bad_value("Routing", "model", "one without a Routing", "one that has it: call its close()")
+            if reason := _REFUSED.get(name_of(type(module))):
+                raise NotImplementedError(f"Routing: {name_of(type(module))}: {reason}")
+        self.layers = tuple(chooser.name for chooser in choosers)
+        self.call: _Call | None = None
+        self._record: Record | None = None
+        self._ids: Tensor | None = None  # (N, T, layers, k)
+        self._next_row = self._largest = self._slots = 0
+        self._is_active = False
+        self._layers = [_Layer(self, number, chooser) for number, chooser in enumerate(choosers)]
+        self._restore: list[tuple[Any, str, Any]] = []
+        self._hooks = (
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            self._model.register_forward_hook(self._after, always_call=True),
+        )
+
+    def __deepcopy__(self, memo: Any) -> "Routing":
+        return self
+
+    def __enter__(self) -> "Routing":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the model back as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self._layers:
+            layer.remove()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Record]:
+        """Records the calls of the model within the context, on the device and without waiting for it.
+
+        Raises RuntimeError within another `record`. `generate` raises ValueError for beams and for assisted decoding,
+        whose calls are of other sequences than those that it returns.
+        """
+        if self._record is not None:
+            raise RuntimeError("Routing.record: expected one at a time, got one within another")
+        self._record, self._is_active = Record(), True
+        generate = vars(self._outer).get("generate")
+        self._outer.generate = self._generate
+        try:
+            yield self._record
+        finally:
+            self._record, self._is_active = None, self._ids is not None
+            del self._outer.generate
+            if generate is not None:
+                self._outer.generate = generate
+
+    def _generate(self, *args: Any, **named: Any) -> Any:
+        config = named.get("generation_config") or self._outer.generation_config
+        for name, plain in (("num_beams", 1), ("prompt_lookup_num_tokens", None), ("assistant_model", None)):
+            value = named.get(name, getattr(config, name, plain))
+            if value is not None and value != plain:
+                raise checks.bad_value("Routing.record", name, f"{plain} in generate", f"{value!s:.40}")
+        return type(self._outer).generate(self._outer, *args, **named)
+
+    @contextlib.contextmanager
+    def replay(self, ids: Tensor, *, validate: bool | None = None) -> Iterator[None]:
+        """Has the calls of the model within the context choose `ids`. Their backward may come later.
+
+        ids: (N, T, layers, k), integers on any device. A call of B sequences of T tokens takes the next B rows. T may
+        be one less than the call's, as in what `generate` records: the last token then makes its own choice, as do all
+        tokens whose ids are UNSET. The auxiliary loss of transformers counts the routers' own choice.
+        validate: whether to look at the values, which waits for a GPU that holds them. None means: if on the CPU.
+        Raises TypeError or ValueError for ids of another dtype or shape than the model and its calls need, for an
+        expert twice for one token, ids out of range and tokens with some ids, and for calls that take more or fewer
+        than N rows. RuntimeError within another `replay`.
+        """
+        if self._ids is not None:
+            raise RuntimeError("Routing.replay: expected one at a time, got one within another")
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype is torch.bool:
+            raise checks.bad_type("Routing.replay", "ids", "a tensor of integers", str(getattr(ids, "dtype", type(ids))))
+        if ids.dim() != 4 or ids.shape[2] != len(self.layers):
+            expected = f"shape (N, T, {len(self.layers)} layers, k)"
+            raise checks.bad_value("Routing.replay", "ids", expected, str(tuple(ids.shape)))
+        ids = ids if ids.dtype in (torch.int64, torch.int16) else ids.int()
+        self._largest = _validated(ids) if (not ids.is_cuda if validate is None else validate) else UNSET
+        self._ids, self._next_row, self._is_active = ids, 0, True
+        try:
+            yield
+            if self._next_row != len(ids):
+                expected = f"calls of the model with {len(ids)} sequences in all, as ids has rows"
+                raise checks.bad_value("Routing.replay", "model", expected, str(self._next_row))
+        finally:
+            self._ids, self._is_active = None, self._record is not None
+
+    def counts(self) -> dict[str, int]:
+        """Returns numbers of tokens, summed over layers and replays, and waits for the device.
+
+        "forced": those that were given ids. "differ": those among them whose router would choose other experts; most
+        of them do if ids are of other tokens. "unset": those without ids.
+        """
+        seen = [layer.counts.cpu() for layer in self._layers if layer.counts is not None]
+        differ, unset = torch.stack(seen).sum(0).tolist() if seen else (0, 0)
+        return {"forced": self._slots - unset, "differ": differ, "unset": unset}
+
+    def _before(self, model: Any, args: Any, named: Any) -> None:
+        if self._is_active and model is self._model:
+            self._open(args, named)
+
+    @torch.compiler.disable
+    def _open(self, args: Any, named: Any) -> None:
+        given = (named.get("input_ids"), named.get("inputs_embeds"), *args)
+        shape = tuple(next(value for value in given if isinstance(value, Tensor)).shape[:2])
+        ids = None
+        if self._ids is not None:
+            is_packed = shape[0] == 1 and named.get("position_ids") is not None
+            ids = self._rows(self._ids[self._next_row : self._next_row + shape[0]], shape, is_packed)
+            self._next_row += shape[0]
+            self._slots += shape[0] * shape[1] * len(self.layers)
+            ids = ids.to(next(self._model.parameters()).device, torch.int64, non_blocking=True)
+            ids = ids.permute(2, 0, 1, 3).flatten(1, 2).contiguous()
+        self.call = _Call(shape, ids, self._largest, [None] * len(self.layers) if self._record is not None else None)
+        if torch.is_grad_enabled():
+            for module, name, function in private.checkpoint_functions(self._model):
+                self._restore.append((module, name, function))
+                setattr(module, name, self._bound(function, self.call))
+
+    def _rows(self, ids: Tensor, shape: tuple[int, ...], is_packed: bool) -> Tensor:
+        """Returns ids (B, T, layers, k) of a call, of which the last token may be missing."""
+        if len(ids) == shape[0] and ids.shape[1] == shape[1] - 1 and not is_packed:
+            return torch.nn.functional.pad(ids, (0, 0, 0, 0, 0, 1), value=UNSET)
+        if ids.shape[:2] != shape:
+            rows = f"{tuple(ids.shape[:2])} at row {self._next_row} of {tuple(self._ids.shape)}"  # type: ignore[union-attr]
+            raise checks.bad_value("Routing.replay", "ids", f"rows for a call of (B, T) = {shape}", rows)
+        return ids
+
+    def _bound(self, checkpoint: Any, call: _Call) -> Callable[..., Any]:
+        """Returns the checkpointing function for layers that, when they are computed again, get ids of their call."""
+
+        @torch.compiler.disable
+        def bound(function: Any, *args: Any, **named: Any) -> Any:
+            calls = iter([call])
+
+            def run(*args: Any, **named: Any) -> Any:
+                before, self.call = self.call, next(calls, None) or call.again()
+                try:
+                    return function(*args, **named)
+                finally:
+                    self.call = before
+
+            return checkpoint(run, *args, **named)
+
+        return bound
+
+    def _after(self, model: Any, args: Any, out: Any) -> None:
+        if self.call is not None and model is self._model:
+            self._close_call()
+
+    @torch.compiler.disable
+    def _close_call(self) -> None:
+        call, self.call = self.call, None
+        for module, name, function in self._restore:
+            setattr(module, name, function)
+        self._restore.clear()
+        found = [ids for ids in call.recorded or () if ids is not None]  # type: ignore[union-attr]
+        if self._record is None or not found:
+            return
+        if len({ids.shape[1] for ids in found}) > 1:
+            raise checks.bad_value("Routing.record", "model", "one k for all layers", str([i.shape[1] for i in found]))
+        empty = torch.full_like(found[0], UNSET)
+        layers = [empty if ids is None else ids.to(empty.device) for ids in call.recorded]  # type: ignore[union-attr]
+        ids = torch.stack(layers, 1).int()  # (L, layers, k)
+        self._record.calls.append(ids.view(*call.shape, *ids.shape[1:]))  # type: ignore[union-attr]
+
+
+def _validated(ids: Tensor) -> int:
+    """Returns the largest of ids (N, T, layers, k), or raises ValueError for what no router would choose."""
+    if ids.numel() == 0:
+        return UNSET
+    least, largest = (int(value) for value in ids.aminmax())
+    if least < UNSET:
+        raise checks.bad_value("Routing.replay", "ids", "experts from 0, or -1 for unset", str(least))
+    ordered = ids.sort(-1).values
+    is_unset = ordered[..., 0] < 0
+    if bool((is_unset & (ordered[..., -1] >= 0)).any()):
+        raise checks.bad_value("Routing.replay", "ids", "all k ids of a token, or none", "tokens with some")
+    if bool(((ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~is_unset).any()):
+        raise checks.bad_value("Routing.replay", "ids", "k experts for a token", "an expert twice for one token")
+    return largest
+
+
+def align(sequences: Sequence[Any], mask: Tensor | None = None, *, lengths: Sequence[int] | None = None) -> Tensor:
+    """Returns ids of sequences without padding, [(n, layers, k)], where a batch has their tokens. The rest is UNSET.
+
+    mask: (B, T), not 0 at the n tokens of each sequence. Returns (B, T, layers, k) int32, on the CPU.
+    lengths: in place of it the n of sequences that are packed into one. Returns (1, sum, layers, k).
+    A sequence may have n - 1 rows, without the token that was sampled last.
+    Raises ValueError for other numbers of sequences or rows.
+    """
+    if (mask is None) == (lengths is None):
+        raise checks.bad_value("align", "mask", "mask or lengths", "both or neither")
+    if lengths is not None:
+        mask = torch.arange(max(lengths, default=0)) < torch.tensor(list(lengths))[:, None]
+    has_token = mask.cpu() != 0  # type: ignore[union-attr]
+    parts = [torch.as_tensor(sequence).int().cpu() for sequence in sequences]
+    numbers = has_token.sum(1).tolist()
+    if len(parts) != len(numbers):
+        raise checks.bad_value("align", "sequences", f"{len(numbers)} of them", str(len(parts)))
+    out = torch.full((*has_token.shape, *parts[0].shape[1:]), UNSET, dtype=torch.int32)
+    for row, (part, number) in enumerate(zip(parts, numbers, strict=True)):
+        if len(part) not in (number, number - 1):
+            expected = f"{number} rows or one less for sequence {row}"
+            raise checks.bad_value("align", "sequences", expected, str(len(part)))
+        out[row, has_token[row].nonzero()[: len(part), 0]] = part
+    return out if lengths is None else out[has_token][None]
+
+
+def from_engine(model: torch.nn.Module, *parts: Any, tokens: int) -> Tensor:
+    """Returns the ids that vLLM or SGLang gave for one sequence, (tokens, layers, k) int32, for `align`.
+
+    parts: arrays (rows, layers, k) that follow one another, as of prompt and completion. layers: those with experts, or
+    all hidden layers of the model. tokens: of the sequence. The last may be missing and is then UNSET.
+    Raises ValueError for other numbers of rows or layers.
+    """
+    inner, choosers = routed_model(model)
+    arrays = [torch.as_tensor(part).int().cpu() for part in parts]
+    if not arrays or any(array.dim() != 3 for array in arrays):
+        shapes = str([tuple(array.shape) for array in arrays])
+        raise checks.bad_value("from_engine", "parts", "arrays (rows, layers, k)", shapes)
+    ids = torch.cat(arrays)
+    if len(ids) not in (tokens, tokens - 1):
+        raise checks.bad_value("from_engine", "parts", f"{tokens} rows in all or one less", str(len(ids)))
+    hidden = inner.config.get_text_config().num_hidden_layers
+    if ids.shape[1] == hidden != len(choosers):
+        places = [int(re.findall(r"\.(\d+)\.", f".{name}.")[0]) for name, _, _ in choosers]
+        ids = ids[:, places]
+    elif ids.shape[1] != len(choosers):
+        raise checks.bad_value("from_engine", "parts", f"{len(choosers)} or {hidden} layers", str(ids.shape[1]))
+    return torch.nn.functional.pad(ids, (0, 0, 0, 0, 0, tokens - len(ids)), value=UNSET)
