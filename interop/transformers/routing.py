@@ -35,6 +35,7 @@ class Chooser(NamedTuple):
     name: str
     module: Any
     method: str
+    num_experts: int
 
 
 def routed_model(model: torch.nn.Module) -> tuple[Any, tuple[Chooser, ...]]:
@@ -50,7 +51,7 @@ def routed_model(model: torch.nn.Module) -> tuple[Any, tuple[Chooser, ...]]:
 def _choosers(model: torch.nn.Module) -> tuple[Chooser, ...]:
     found: dict[int, Chooser] = {}
     for name, module in model.named_modules():
-        if not private.is_dispatched(module) and name_of(type(module)) not in PATCHES:
+        if not (private.is_dispatched(module) or private.is_fp8(module) or name_of(type(module)) in PATCHES):
             continue
         block = re.sub(r"(\.?\bbase_layer)+$", "", name).rpartition(".")[0]  # peft wraps experts
         for holder, path in ((model.get_submodule(block), block), (module, name)):
@@ -61,36 +62,45 @@ def _choosers(model: torch.nn.Module) -> tuple[Chooser, ...]:
             while hasattr(holder, "base_layer"):
                 holder = holder.base_layer
             if holder is not None:
-                found[id(holder)] = Chooser(path.lstrip("."), holder, method)
+                found[id(holder)] = Chooser(path.lstrip("."), holder, method, getattr(module, "num_experts", 0))
                 break
     return tuple(chooser for chooser in found.values() if name_of(type(chooser.module)) not in _NO_CHOICE)
 
 
 class _TopK(TorchFunctionMode):
-    """Watches a router. Its `place`-th top-k gives `ids` where these are set, with their scores."""
+    """Watches a router. Its top-k of k among all experts gives `ids` (L, k) where these are set, with their scores."""
 
-    def __init__(self, place: int = 0, ids: Tensor | None = None) -> None:
+    def __init__(self, chooser: Chooser, ids: Tensor | None = None, largest: int = UNSET) -> None:
         super().__init__()
-        self.place, self.ids, self.count = place, ids, 0
+        self.chooser, self.ids, self.largest, self.has_replayed = chooser, ids, largest, False
         self.chosen: Any = None  # the indices that the last top-k gave
         self.own: Any = None  # and those that it would have given
-        self.num_experts = 0
         self.masked: dict[int, tuple[Tensor, Tensor]] = {}  # results, which must live for their key, and their source
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         if function in _MASKS:  # an id of the replay may be of a group that the router's own choice leaves out
-            self.masked[id(out)] = out, self.masked.get(id(args[0]), args)[-1 if id(args[0]) in self.masked else 0]
-        elif function in _TOP_K:
-            self.count += 1
+            self.masked[id(out)] = out, self._source(args[0])
+        elif function in _TOP_K:  # of groups, then of experts
             self.own = self.chosen = out.indices
-            self.num_experts = args[0].shape[-1]
-            if self.ids is not None and self.count == self.place:
-                ids = self.ids.view_as(self.own)
-                self.chosen = torch.where(ids < 0, self.own, ids)
-                scores = self.masked[id(args[0])][1] if id(args[0]) in self.masked else args[0]
-                return torch.return_types.topk((scores.gather(-1, self.chosen), self.chosen))
+            if self._chooses(args[0], self.own):
+                return self._replay(args[0], self.ids.view_as(self.own))  # type: ignore[union-attr]
         return out
+
+    def _source(self, scores: Tensor) -> Tensor:
+        return self.masked[id(scores)][1] if id(scores) in self.masked else scores
+
+    def _chooses(self, scores: Tensor, own: Tensor) -> bool:
+        if self.ids is None or scores.shape[-1] < self.chooser.num_experts:
+            return False
+        return own.shape[-1] == self.ids.shape[1] and own.numel() == self.ids.numel()
+
+    def _replay(self, scores: Tensor, ids: Tensor) -> Any:
+        if self.largest >= scores.shape[-1]:
+            expected = f"ids below {scores.shape[-1]} at {self.chooser.name}"
+            raise checks.bad_value("Routing.replay", "ids", expected, str(self.largest))
+        self.chosen, self.has_replayed = torch.where(ids < 0, self.own, ids), True
+        return torch.return_types.topk((self._source(scores).gather(-1, self.chosen), self.chosen))
 
 
 class _Call:
@@ -98,6 +108,7 @@ class _Call:
 
     def __init__(self, shape: Any, ids: Tensor | None, largest: int, recorded: list[Any] | None) -> None:
         self.shape, self.ids, self.largest, self.recorded, self.is_first = shape, ids, largest, recorded, True
+        self.has_backward = ids is not None and torch.is_grad_enabled()
 
     def again(self) -> "_Call":
         """Returns the call for what recomputes a part of it."""
@@ -113,8 +124,7 @@ class _Layer:
         self.routing, self.number, self.chooser = routing, number, chooser
         earlier = vars(chooser.module).get(chooser.method)
         self.earlier = None if getattr(earlier, "__func__", None) is _choose else earlier
-        self.place = self.k = 0  # which top-k chooses, and how many; found at the first call
-        self.replayed = False  # by the last forward
+        self.was_replayed = False  # by a forward that may have a backward
         self.counts: Any = None  # (2,) int64: rows that would choose otherwise, rows without ids
         setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
         chooser.module.moeblaze_routing = self
@@ -133,28 +143,22 @@ class _Layer:
     @torch.compiler.disable
     def within(self, call: _Call, own: Callable[..., Any], args: Any, named: Any) -> Any:
         """Calls the router's own code, which ends a graph of compiled code."""
-        if not self.place:
-            with torch.no_grad(), _TopK() as seen:
-                own(*args, **named)
-            self.place, self.k = seen.count, seen.chosen.shape[-1]
-        ids = None if call.ids is None else call.ids[self.number].to(next(self.chooser.module.parameters()).device)
-        if ids is not None and ids.shape[1] != self.k:
-            raise checks.bad_value("Routing.replay", "ids", f"k = {self.k} experts for a token", f"k = {ids.shape[1]}")
-        with _TopK(self.place, ids) as seen:
+        device = next(value for value in (*args, *named.values()) if isinstance(value, Tensor)).device
+        ids = None if call.ids is None else call.ids[self.number].to(device)
+        with _TopK(self.chooser, ids, call.largest) as seen:
             out = own(*args, **named)
-        chosen = seen.chosen.reshape(-1, self.k)
-        if call.largest >= seen.num_experts:
-            expected = f"ids below {seen.num_experts} at {self.chooser.name}"
-            raise checks.bad_value("Routing.replay", "ids", expected, str(call.largest))
+        chosen = seen.chosen.flatten(0, -2)
         if len(chosen) != call.shape[0] * call.shape[1]:
             got = f"{len(chosen)} rows at {self.chooser.name}"
             raise checks.bad_value("Routing", "model", f"a router that sees every token of {call.shape}", got)
+        if ids is not None and not seen.has_replayed:
+            expected = f"k = {chosen.shape[1]} experts for a token at {self.chooser.name}"
+            raise checks.bad_value("Routing.replay", "ids", expected, f"k = {ids.shape[1]}")
         if call.recorded is not None:
             call.recorded[self.number] = chosen
-        if call.is_first:
-            self.replayed = ids is not None
+        self.was_replayed |= call.has_backward
         if ids is not None and call.is_first:
-            self.count(seen.own.reshape(-1, self.k), ids)
+            self.count(seen.own.flatten(0, -2), ids)
         return out
 
     def count(self, own: Tensor, ids: Tensor) -> None:
@@ -173,13 +177,11 @@ def _choose(self: Any, *args: Any, **named: Any) -> Any:
     call = layer.routing.call
     if call is not None:
         return layer.within(call, own, args, named)
-    if layer.replayed and not torch.compiler.is_compiling():
-        if private.in_backward():
-            raise RuntimeError(
-                "Routing: backward computes a layer again that was replayed, by a checkpointing that is not known. "
-                "Expected gradient_checkpointing_enable() of transformers or checkpoint_wrapper of torch"
-            )
-        layer.replayed = False
+    if layer.was_replayed and not torch.compiler.is_compiling() and private.in_backward():
+        raise RuntimeError(
+            "Routing: backward computes a layer again that was replayed, by a checkpointing that is not known. "
+            "Expected gradient_checkpointing_enable() of transformers or checkpoint_wrapper of torch"
+        )
     return own(*args, **named)
 
 
@@ -217,7 +219,7 @@ class Routing:
     def __init__(self, model: torch.nn.Module) -> None:
         self._outer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
         self._model, choosers = routed_model(model)
-        for _, module, _ in choosers:
+        for module in (chooser.module for chooser in choosers):
             if getattr(vars(module).get("moeblaze_routing"), "chooser", (0, 0))[1] is module:
                 raise checks.bad_value("Routing", "model", "one without a Routing", "one that has it: call its close()")
             if reason := _REFUSED.get(name_of(type(module))):
@@ -294,7 +296,9 @@ class Routing:
         if self._ids is not None:
             raise RuntimeError("Routing.replay: expected one at a time, got one within another")
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype is torch.bool:
-            raise checks.bad_type("Routing.replay", "ids", "a tensor of integers", str(getattr(ids, "dtype", type(ids))))
+            raise checks.bad_type(
+                "Routing.replay", "ids", "a tensor of integers", str(getattr(ids, "dtype", type(ids)))
+            )
         if ids.dim() != 4 or ids.shape[2] != len(self.layers):
             expected = f"shape (N, T, {len(self.layers)} layers, k)"
             raise checks.bad_value("Routing.replay", "ids", expected, str(tuple(ids.shape)))
@@ -326,14 +330,15 @@ class Routing:
     @torch.compiler.disable
     def _open(self, args: Any, named: Any) -> None:
         given = (named.get("input_ids"), named.get("inputs_embeds"), *args)
-        shape = tuple(next(value for value in given if isinstance(value, Tensor)).shape[:2])
+        tokens = next(value for value in given if isinstance(value, Tensor))
+        shape = tuple(tokens.shape[:2])
         ids = None
         if self._ids is not None:
             is_packed = shape[0] == 1 and named.get("position_ids") is not None
             ids = self._rows(self._ids[self._next_row : self._next_row + shape[0]], shape, is_packed)
             self._next_row += shape[0]
             self._slots += shape[0] * shape[1] * len(self.layers)
-            ids = ids.to(next(self._model.parameters()).device, torch.int64, non_blocking=True)
+            ids = ids.to(tokens.device, torch.int64, non_blocking=True)
             ids = ids.permute(2, 0, 1, 3).flatten(1, 2).contiguous()
         self.call = _Call(shape, ids, self._largest, [None] * len(self.layers) if self._record is not None else None)
         if torch.is_grad_enabled():
@@ -448,7 +453,7 @@ def from_engine(model: torch.nn.Module, *parts: Any, tokens: int) -> Tensor:
         raise checks.bad_value("from_engine", "parts", f"{tokens} rows in all or one less", str(len(ids)))
     hidden = inner.config.get_text_config().num_hidden_layers
     if ids.shape[1] == hidden != len(choosers):
-        places = [int(re.findall(r"\.(\d+)\.", f".{name}.")[0]) for name, _, _ in choosers]
+        places = [int(re.findall(r"\.(\d+)\.", f".{name}.")[0]) for name, *_ in choosers]
         ids = ids[:, places]
     elif ids.shape[1] != len(choosers):
         raise checks.bad_value("from_engine", "parts", f"{len(choosers)} or {hidden} layers", str(ids.shape[1]))

@@ -1,0 +1,186 @@
+"""What `monitor` counts, beside the ids that `Routing` records and the logits that routers return."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
+
+from moeblaze_cupy.interop.transformers import Routing, monitor  # noqa: E402
+from tests.torch_versions import needs_models_that_compile  # noqa: E402
+from tests.transformers.test_transformers_routing import TOKENS, made, one_process, step  # noqa: E402
+
+MASK = torch.ones(2, 9, dtype=torch.int64)
+MASK[0, :3] = 0
+KINDS = {"Qwen3Moe": 8, "DeepseekV3": 16, "GptOss": 8, "Llama4": 8, "Gemma4": 8}
+
+
+def model_of(kind):
+    if kind != "Gemma4":
+        return made(kind)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 8}
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16}
+    small = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    torch.manual_seed(0)
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes, **heads, **experts, **small)).train()
+
+
+def expected(model, kind, mask=MASK):
+    """Counts (layers, E) int64, mean entropies over log E and largest logits, in float64."""
+    logits, handles = [], []
+    with Routing(model) as routes, routes.record() as record:
+        for name in routes.layers:
+            router = next(part for path, part in model.named_modules() if path.endswith(name))
+            place = 1 if kind == "Llama4" else 0
+            handles.append(
+                router.register_forward_hook(lambda _, args, out, place=place: logits.append(out[place].detach()))
+            )
+        model(TOKENS, attention_mask=mask)
+    for handle in handles:
+        handle.remove()
+    kept = mask.bool()
+    ids = record.ids[kept]  # (tokens, layers, k)
+    counts = [torch.bincount(ids[:, layer].flatten(), minlength=KINDS[kind]) for layer in range(ids.shape[1])]
+    rows = [layer.double()[kept.flatten()] for layer in logits]
+    shares = [layer if kind == "Gemma4" else layer.softmax(1) for layer in rows]
+    entropies = [-(p * p.log()).sum(1).mean() / math.log(KINDS[kind]) for p in shares]
+    return torch.stack(counts), torch.stack(entropies), torch.stack([layer.abs().max() for layer in rows])
+
+
+def check(load, wanted, calls=1):
+    counts, entropies, largest = wanted
+    assert torch.equal(load.counts, counts * calls)
+    assert load.tokens.tolist() == [15 * calls] * len(counts)
+    torch.testing.assert_close(load.entropy, entropies, rtol=1e-5, atol=1e-6)  # sums of float32
+    if load.max_logit is not None:
+        torch.testing.assert_close(load.max_logit, largest, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_each_expert(kind):
+    model = model_of(kind)
+    wanted = expected(model, kind)
+    before = step(model, attention_mask=MASK)
+    seen = monitor(model)
+    after = step(model, attention_mask=MASK)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    check(seen.read(reset=False), wanted)
+    step(model, attention_mask=MASK)
+    check(seen.read(), wanted, calls=2)
+    with torch.no_grad():
+        model(TOKENS)
+    model.eval()(TOKENS)
+    load = seen.read()
+    assert not load.counts.any() and not load.tokens.any() and load.summary() == {}
+    seen.close()
+    step(model.train())
+    assert not seen.read().counts.any()
+
+
+def test_summary():
+    model = made()
+    counts, entropies, largest = expected(model, "Qwen3Moe")
+    seen = monitor(model)
+    step(model, attention_mask=MASK)
+    share = counts / counts.sum(1, keepdim=True)
+    effective = [math.exp(-sum(p * math.log(p) for p in layer if p > 0)) / 8 for layer in share.tolist()]
+    assert seen.read().summary() == pytest.approx(
+        {
+            "moe/max_violation": share.max().item() * 8 - 1,
+            "moe/effective_experts": sum(effective) / 3,
+            "moe/without_tokens": (counts == 0).sum().item(),
+            "moe/router_entropy": entropies.mean().item(),
+            "moe/least_router_entropy": entropies.min().item(),
+            "moe/max_logit": largest.max().item(),
+            "moe/tokens": 15,
+        },
+        rel=1e-5,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("replays", [False, True])
+def test_checkpointing_does_not_count_twice(reentrant, replays):
+    model = made()
+    wanted = expected(model, "Qwen3Moe")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    seen = monitor(model)
+    if not replays:
+        step(model, attention_mask=MASK)
+        check(seen.read(), wanted)
+        return
+    with Routing(model) as routes:
+        with routes.record() as record:
+            step(model, attention_mask=MASK)
+        check(seen.read(), wanted)
+        ids = record.ids.roll(1, 1)
+        with routes.replay(ids):
+            step(model, attention_mask=MASK)
+    counts = [torch.bincount(ids[:, :, layer][MASK.bool()].flatten(), minlength=8) for layer in range(3)]
+    assert torch.equal(seen.read().counts, torch.stack(counts))  # of the ids that were replayed
+
+
+@needs_models_that_compile
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("part", ["model", "layers"])
+def test_compiled_models(part, checkpointing):
+    model = made()
+    wanted = expected(model, "Qwen3Moe")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    breaks = []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        seen = monitor(model)
+        compiled = model
+        if part == "model":
+            compiled = torch.compile(model, backend="aot_eager")
+        else:
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager")
+        if not watched:
+            seen.close()
+        for calls in (1, 2):
+            compiled(input_ids=TOKENS, attention_mask=MASK, labels=TOKENS).loss.backward()
+            if watched:
+                check(seen.read(reset=calls == 2), wanted, calls)
+        breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
+    assert breaks[0] == breaks[1]
+    torch._dynamo.reset()
+
+
+def test_trainer_logs_it(tmp_path):
+    pytest.importorskip("accelerate")
+    model = made()
+    seen = monitor(model)
+
+    class Trainer(transformers.Trainer):
+        def log(self, logs, *args, **named):
+            super().log({**logs, **seen.read().summary()}, *args, **named)
+
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True}
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
+    trainer = Trainer(model, transformers.TrainingArguments(str(tmp_path), **options), train_dataset=rows)
+    trainer.train()
+    steps = [logs for logs in trainer.state.log_history if "loss" in logs]
+    assert [logs["moe/tokens"] for logs in steps] == [18, 18]
+
+
+def test_ranks_are_summed(tmp_path):
+    model = made()
+    wanted = expected(model, "Qwen3Moe")
+    seen = monitor(model)
+    step(model, attention_mask=MASK)
+    with one_process(tmp_path):
+        check(seen.read(group=torch.distributed.group.WORLD), wanted)
+
+
+@pytest.mark.parametrize("kind", ["Dbrx", "JetMoe"])
+def test_routers_without_logits_and_ids_raise(kind):
+    with pytest.raises(ValueError, match="monitor: model: expected routers that return logits and ids, got"):
+        monitor(made(kind))
