@@ -96,6 +96,10 @@ CASES = {
     "tests/transformers/test_transformers_lora.py": (2, 0),
     "tests/transformers/test_transformers_lora.py::test_steps_of_a_model_and_its_adapters_on_disk": (1, 0),
     "tests/transformers/test_transformers_lora.py::test_trainer": (0, 0),
+    "tests/transformers/test_transformers_load.py": (2, 0),
+    "tests/transformers/test_transformers_routing.py": (2, 0),
+    "tests/transformers/test_transformers_routing.py::test_a_router_makes_weights_of_given_ids": (ALL, 4),
+    "tests/transformers/test_transformers_routing.py::test_ids_that_do_not_fit_raise": (ALL, 2),
     "tests/transformers/test_transformers_parallel.py": (ALL, 0),
     "tests/transformers/test_transformers_quantised.py": (2, 0),
 }

@@ -389,8 +389,9 @@ GUIDE = (ROOT / "docs" / "guide.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "bench" / "README.md"])
 TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text()
 INDEX = (ROOT / "docs" / "index.md").read_text()
+REPLAY = (ROOT / "docs" / "replay.md").read_text()
 FINE_TUNING = (ROOT / "docs" / "fine-tuning.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README + INDEX + GUIDE + TRANSFORMERS + FINE_TUNING, re.DOTALL)
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + INDEX + GUIDE + TRANSFORMERS + REPLAY + FINE_TUNING, re.DOTALL)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: " ".join(text.split()[1:4]))

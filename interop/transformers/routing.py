@@ -8,7 +8,7 @@ import contextlib
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,6 +20,7 @@ from moeblaze_cupy.interop.transformers.formula import name_of
 from moeblaze_cupy.interop.transformers.patches import PATCHES
 
 Tensor = torch.Tensor
+F = TypeVar("F", bound=Callable[..., Any])
 
 UNSET = -1  # ids of tokens for which nothing was computed
 
@@ -27,6 +28,12 @@ _NO_CHOICE = {"DeepseekV4HashRouter"}  # its ids follow from the tokens
 _REFUSED = {"PhimoeTopKRouter": "it has no top-k and draws its experts at random in training"}
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _MASKS = (torch.masked_fill, torch.Tensor.masked_fill)
+
+
+def _outside_graphs(function: F) -> F:
+    """Has compiled code end its graph where it calls the function."""
+    outside: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch gives it no types
+    return outside
 
 
 class Chooser(NamedTuple):
@@ -140,7 +147,7 @@ class _Layer:
                 setattr(module, method, self.earlier)
         del module.moeblaze_routing
 
-    @torch.compiler.disable
+    @_outside_graphs
     def within(self, call: _Call, own: Callable[..., Any], args: Any, named: Any) -> Any:
         """Calls the router's own code, which ends a graph of compiled code."""
         device = next(value for value in (*args, *named.values()) if isinstance(value, Tensor)).device
@@ -217,7 +224,7 @@ class Routing:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._outer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+        self._outer: Any = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
         self._model, choosers = routed_model(model)
         for module in (chooser.module for chooser in choosers):
             if getattr(vars(module).get("moeblaze_routing"), "chooser", (0, 0))[1] is module:
@@ -327,7 +334,7 @@ class Routing:
         if self._is_active and model is self._model:
             self._open(args, named)
 
-    @torch.compiler.disable
+    @_outside_graphs
     def _open(self, args: Any, named: Any) -> None:
         given = (named.get("input_ids"), named.get("inputs_embeds"), *args)
         tokens = next(value for value in given if isinstance(value, Tensor))
@@ -358,7 +365,7 @@ class Routing:
     def _bound(self, checkpoint: Any, call: _Call) -> Callable[..., Any]:
         """Returns the checkpointing function for layers that, when they are computed again, get ids of their call."""
 
-        @torch.compiler.disable
+        @_outside_graphs
         def bound(function: Any, *args: Any, **named: Any) -> Any:
             calls = iter([call])
 
@@ -377,7 +384,7 @@ class Routing:
         if self.call is not None and model is self._model:
             self._close_call()
 
-    @torch.compiler.disable
+    @_outside_graphs
     def _close_call(self) -> None:
         call, self.call = self.call, None
         for module, name, function in self._restore:
