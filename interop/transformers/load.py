@@ -103,7 +103,8 @@ class Monitor:
         sums = self._sums[number]
         if sums.device != logits.device:
             sums = self._sums[number] = sums.to(logits.device)
-        is_token = logits.new_ones(len(logits)) if self._mask is None else self._mask.flatten().to(logits)
+        mask = self._mask if self._mask is not None and self._mask.numel() == len(logits) else None
+        is_token = logits.new_ones(len(logits)) if mask is None else mask.flatten().to(logits)
         log_shares = (logits.log() if kind in _PROBABILITIES else logits).log_softmax(-1)
         sums[_ENTROPY] += (torch.special.entr(log_shares.exp()).sum(-1) * is_token).sum()
         sums[_TOKENS] += is_token.sum()
