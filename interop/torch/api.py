@@ -649,8 +649,16 @@ class MoE(torch.nn.Module):
             self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
         return self
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        super()._load_from_state_dict(*arguments)
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        floats, packed = (
+            [prefix + name for name in names if prefix + name in state_dict]
+            for names in (("w1_storage", "w2_storage"), ("w1_data", "w2_data"))
+        )
+        if self.w1_storage is None and floats and not packed:  # strict=False would leave the experts zero
+            expected = f"packed experts for expert_format={self.expert_format!r}"
+            advice = "load floats into MoE without expert_format, then call quantize_experts(format)"
+            arguments[-1].append(f"MoE: load_state_dict: expected {expected}, got {', '.join(floats)}; {advice}")
         if self.bias is not None and self.bias.dtype != torch.float32:  # assign=True takes that of the state
             self.bias = self.bias.float()
 

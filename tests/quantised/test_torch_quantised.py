@@ -232,3 +232,20 @@ def test_messages_of_the_module():
         RuntimeError, match="MoE: quantize_weights: expected experts in floats, got expert_format='nf4'"
     ):
         own.quantize_weights()
+
+
+def test_floats_are_not_loaded_into_packed_experts():
+    """Not in silence with strict=False either: the experts would stay zero. An adapter's state has neither."""
+    own = torch.nn.ModuleDict({"mlp": MoE(64, 32, 8, 2, expert_format="nf4", lora_rank=8)})
+    plain = torch.nn.ModuleDict({"mlp": MoE(64, 32, 8, 2, lora_rank=8)})
+    expected = "MoE: load_state_dict: expected packed experts for expert_format='nf4', got mlp.w1_storage, "
+    for assign in (False, True):
+        with pytest.raises(
+            RuntimeError, match=expected + r"mlp.w2_storage; load floats into MoE without expert_format"
+        ):
+            own.load_state_dict(plain.state_dict(), strict=False, assign=assign)
+    own.load_state_dict({name: value for name, value in plain.state_dict().items() if "lora" in name}, strict=False)
+    plain["mlp"].quantize_experts("nf4")
+    own.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 64)
+    assert torch.equal(own["mlp"](x), plain["mlp"](x)) and own["mlp"](x).any()
