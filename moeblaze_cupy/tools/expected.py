@@ -89,7 +89,12 @@ def work(s: LayerShape, run: DryRun) -> dict[str, Work]:
     return found
 
 
-def times(s: LayerShape, run: DryRun, card: Card, tier: str, save: str | None) -> dict[str, Any]:
+def tier_of(run: DryRun) -> str:
+    """Returns "sm80" for a layer with any portable product: one that a record of Hopper's kernels says nothing of."""
+    return "sm80" if any(launch.variant.source.endswith("_sm80.cu") for launch in run.launches) else "sm90"
+
+
+def times(s: LayerShape, run: DryRun, card: Card, save: str | None) -> dict[str, Any]:
     """Returns by pass the bound in seconds and the range to expect, None if no layer like this is on record.
 
     It returns {} for products of another speed than those on record.
@@ -98,29 +103,31 @@ def times(s: LayerShape, run: DryRun, card: Card, tier: str, save: str | None) -
     if s.dtype not in DTYPES or s.precision is not None:
         return {}
     is_plain = s.options == memory.PLAIN and not s.ragged and s.bias is None and s.lora_rank is None
-    on_record = is_plain and save in ("minimal", None) and card.tokens <= s.L
+    is_aligned = all(dict(launch.variant.macros).get("ALIGNED") != "0" for launch in run.launches)
+    on_record = is_plain and is_aligned and save in ("minimal", None) and card.tokens <= s.L
     found = {}
     for name, of_pass in of_passes.items():
         both = card.seconds(of_pass)
-        ratios = card.ranges.get((tier, name)) if on_record else None
+        ratios = card.ranges.get((tier_of(run), name)) if on_record else None
         found[name] = {"bound_s": max(both), "expected_s": ratios and [sum(both) * ratio for ratio in ratios]}
     return found
 
 
-def facts(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: str | None) -> dict[str, Any]:
+def facts(s: LayerShape, run: DryRun, cards: Iterable[str], save: str | None) -> dict[str, Any]:
     """Returns the expected times for JSON. cards: names in CARDS."""
-    of_cards = {key: times(s, run, CARDS[key], tier, save) for key in cards}
+    of_cards = {key: times(s, run, CARDS[key], save) for key in cards}
     return {"work": {name: asdict(of_pass) for name, of_pass in work(s, run).items()}, "time": of_cards}
 
 
-def report(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: str | None) -> list[str]:
+def report(s: LayerShape, run: DryRun, cards: Iterable[str], save: str | None) -> list[str]:
     """Returns lines of text. cards: names in CARDS."""
-    lines = ["Work:"]
+    lines, cards = ["Work:"], list(cards)
     for name, of_pass in work(s, run).items():
         lines.append(f"  {name:<22}{of_pass.flops / 1e9:>12,.3f} GFLOP{format_bytes(of_pass.nbytes):>12} of traffic")
     for card in map(CARDS.__getitem__, cards):
-        found = times(s, run, card, tier, save)
+        found = times(s, run, card, save)
         if not found:
+            lines.append(f"No time on {card.name}: the speed of products in {s.precision or s.dtype} is not on record")
             continue
         lines.append(f"Time on {card.name}, of calls back to back:")
         for name, times_of in found.items():
@@ -132,4 +139,6 @@ def report(s: LayerShape, run: DryRun, cards: Iterable[str], tier: str, save: st
             lines.append(text)
         if not any(times_of["expected_s"] for times_of in found.values()):
             lines.append("  no layer like this is on record, so there is no range to expect")
+    if not cards:
+        lines.append("No time: no GPU of this kind is on record")
     return lines

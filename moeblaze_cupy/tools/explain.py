@@ -115,7 +115,7 @@ def facts(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run: 
             }
             for of_pass in run.passes
         ],
-        **expected.facts(s, run, _cards(gpu), limits.tier, save),
+        **expected.facts(s, run, _cards(gpu), save),
     }
 
 
@@ -132,7 +132,7 @@ def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, run:
     ]
     for of_pass in run.passes:
         lines += ["", of_pass.name, *_steps(of_pass), *_totals(of_pass)]
-    return [*lines, "", *expected.report(s, run, _cards(gpu), limits.tier, save)]
+    return [*lines, "", *expected.report(s, run, _cards(gpu), save)]
 
 
 def _steps(of_pass: Pass) -> list[str]:

@@ -61,11 +61,6 @@ def columns(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Column]:
     return found
 
 
-def kernels(runs: dict[str, DryRun]) -> str:
-    on_hopper = any(launch.variant.source.endswith("_sm90.cu") for launch in runs["inference"].launches)
-    return "sm90" if on_hopper else "sm80"
-
-
 def results(s: memory.LayerShape, runs: dict[str, DryRun]) -> tuple[Term, ...]:
     """Returns the output and the gradients."""
     return Term("out", allocation_of(runs["inference"].passes[0].kept["out"]).nbytes), *memory.gradients(s)
@@ -75,9 +70,9 @@ def facts(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Any]:
     """Returns the content of `report` for JSON."""
     return {
         "layer": as_json(s),
-        "kernels": kernels(runs),
+        "kernels": expected.tier_of(runs["minimal"]),
         "results": [dataclasses.asdict(term) for term in results(s, runs)],
-        **expected.facts(s, runs["minimal"], expected.CARDS, kernels(runs), "minimal"),
+        **expected.facts(s, runs["minimal"], expected.CARDS, "minimal"),
         "memory": {name: dataclasses.asdict(column) for name, column in columns(s, runs).items()},
     }
 
@@ -87,7 +82,9 @@ def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
     lines = [
         f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}"
         f"{slot_options(s)}",
-        f"{'Hopper' if kernels(runs) == 'sm90' else 'portable'} kernels",
+        f"{'Hopper' if expected.tier_of(runs['minimal']) == 'sm90' else 'portable'} kernels",
+        "Weights, the router and optimizer state are not counted. What is saved comes on top of backward's peak.",
+        f"{ROUTED}: a layer that copies tokens to the order of experts, keeps every intermediate, recomputes nothing",
         "",
     ]
     found = columns(s, runs)
@@ -119,7 +116,7 @@ def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
         ),
     ):
         lines += ["", heading, *_listed(of_columns)]
-    lines += ["", *expected.report(s, runs["minimal"], expected.CARDS, kernels(runs), "minimal")]
+    lines += ["", *expected.report(s, runs["minimal"], expected.CARDS, "minimal")]
     return lines
 
 

@@ -181,9 +181,10 @@ def test_plan():
     saved = next(line for line in result.stdout.splitlines() if line.startswith("saved for backward"))
     assert saved.split()[3:] == ["130.0", "MiB", "526.0", "MiB", "898.0", "MiB", "1.3", "GiB", "0", "B", "3.5", "GiB"]
     assert "Hopper kernels" in result.stdout
+    assert "optimizer state are not counted. What is saved comes on top of backward's peak." in result.stdout
 
 
-@pytest.mark.parametrize("option", [("--tier", "sm80"), ("--dtype", "float32")])
+@pytest.mark.parametrize("option", [("--tier", "sm80"), ("--dtype", "float32"), ("--d-model", "60")])
 def test_plan_of_the_portable_kernels(option, capsys):
     assert run("plan --tokens 100 --d-model 64 --d-hidden 32 --experts 4 --k 2", *option) == 0
     assert "portable kernels" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from bench.table import merged_layers, rows_of
 from moeblaze_cupy.__main__ import main
 from moeblaze_cupy.tools import dry_run, expected, memory
 from moeblaze_cupy.tools.expected import BOTH, CARDS, FORWARD, Card
+from tests.fakes import limits_of
 
 # The records of each card, first the one that states its speeds.
 OF_CARDS = {"h200": ("h200-layer", "h200-layer-portable"), "h100": ("other_gpus/h100-layer",)}
@@ -91,25 +92,28 @@ MEASURED = memory.LayerShape(L=32768, d=2048, h=768, E=128, k=8, transposed=True
         ({"bias": "float32"}, "sm90", "minimal", (False, False)),
         ({"ragged": True}, "sm90", "minimal", (False, False)),
         ({}, "sm80", "minimal", (True, False)),  # no record of portable kernels on an H100
+        ({"d": 2047}, "sm90", "minimal", (False, False)),  # portable kernels that load an element at a time
+        ({"d": 2044}, "sm80", "minimal", (False, False)),
     ],
 )
 def test_a_range_is_told_for_what_is_on_record(changes, tier, save, ranges):
     s = replace(MEASURED, **changes)
-    of_cards = [expected.times(s, dry_run.layer(s, save), card, tier, save) for card in CARDS.values()]
+    run = dry_run.layer(s, save, limits_of(tier))
+    of_cards = [expected.times(s, run, card, save) for card in CARDS.values()]
     assert tuple(all(of_pass["expected_s"] for of_pass in found.values()) for found in of_cards) == ranges
     assert all(of_pass["bound_s"] > 0 for found in of_cards for of_pass in found.values())
 
 
 def test_products_of_another_speed_have_no_bound():
     for s in (replace(MEASURED, dtype="float32"), replace(MEASURED, precision="fp8")):
-        assert expected.times(s, dry_run.layer(s, "minimal"), CARDS["h200"], "sm90", "minimal") == {}
+        assert expected.times(s, dry_run.layer(s, "minimal"), CARDS["h200"], "minimal") == {}
 
 
 def test_a_measured_layer_is_in_the_range():
     record = json.loads((RECORDS / "h200-layer.json").read_text())
     entries = merged_layers(rows_of(record, "layer"))
     found = next(e for e in entries if (e["case"], e["provider"]) == ("qwen30b", "moeblaze"))
-    told = expected.times(MEASURED, dry_run.layer(MEASURED, "minimal"), CARDS["h200"], "sm90", "minimal")
+    told = expected.times(MEASURED, dry_run.layer(MEASURED, "minimal"), CARDS["h200"], "minimal")
     for name, measured in PASSES.items():
         least, most = told[name]["expected_s"]
         assert 0.99 * least <= found[measured] <= 1.01 * most  # the range has two digits
@@ -129,3 +133,12 @@ def test_commands_tell_work_and_time(capsys):
         told = json.loads(capsys.readouterr().out)
         assert told["work"]["forward"]["flops"] == 2 * 32768 * 8 * 2048 * 3 * 768
         assert told["time"].keys() == times
+
+
+def test_no_time_has_its_reason(capsys):
+    for command, reason in (
+        (f"explain {SIZES} --gpu a100", "No time: no GPU of this kind is on record"),
+        (f"plan {SIZES} --precision fp8", "No time on NVIDIA H200: the speed of products in fp8 is not on record"),
+    ):
+        assert main(command.split()) == 0
+        assert reason in capsys.readouterr().out.splitlines()
