@@ -304,7 +304,8 @@ def layer(function: str, given: LayerArrays, options: LayerOptions) -> None:
             hint = f"; {act!r} has no gate: for columns of gate and up choose one that has, such as 'swiglu'"
         elif array.shape[:2] == (E, d) and len(array.shape) == 3 and array.shape[2] != columns:  # again either
             expected = f"one h in shapes ({letters}) and (E, h, d)"
-            raise bad_value(function, f"{name} and w2", expected, f"{array.shape} and {w2.shape}")
+            advice = "; 'silu' and other activations without a gate take w1 (E, d, h)" if array.shape[2] == h else ""
+            raise bad_value(function, f"{name} and w2", expected, f"{array.shape} and {w2.shape}{advice}")
         shape(function, name, array, letters, (E, d, columns), hint)
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
         if array.dtype != x.dtype:
@@ -517,7 +518,8 @@ def named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
         return {}
     parts = pair(w1)
     if len(parts) not in (1, 2):
-        raise bad_value(function, name, "one array or a pair (gate, up)", f"{len(parts)} arrays")
+        advice = "; torch.stack or np.stack makes one of them" if len(parts) > 2 else ""
+        raise bad_value(function, name, "one array or a pair (gate, up)", f"{len(parts)} arrays{advice}")
     return {name: parts[0]} if len(parts) == 1 else {f"{name}[0]": parts[0], f"{name}[1]": parts[1]}
 
 

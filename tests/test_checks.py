@@ -235,7 +235,11 @@ BAD = [
         w1=(PAIR[0], zeros(E, H, D)),
     ),
     forward(ValueError, "w1: expected one array or a pair (gate, up), got 0 arrays", w1=()),
-    forward(ValueError, "w1: expected one array or a pair (gate, up), got 3 arrays", w1=(zeros(E, D, H),) * 3),
+    forward(
+        ValueError,
+        "w1: expected one array or a pair (gate, up), got 3 arrays; torch.stack or np.stack makes one of them",
+        w1=(zeros(E, D, H),) * 3,
+    ),
     forward(
         ValueError,
         "w1[0] and w2: expected one h in shapes (E, d, h) and (E, h, d), got (3, 4, 7) and (3, 6, 4)",
@@ -251,7 +255,8 @@ BAD = [
     *(
         forward(
             ValueError,
-            "w1 and w2: expected one h in shapes (E, d, 2h) and (E, h, d), got (3, 4, 6) and (3, 6, 4)",
+            "w1 and w2: expected one h in shapes (E, d, 2h) and (E, h, d), got (3, 4, 6) and (3, 6, 4)"
+            "; 'silu' and other activations without a gate take w1 (E, d, h)",
             w1=zeros(E, D, H),
             activation=activation,
         )

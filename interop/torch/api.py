@@ -198,7 +198,8 @@ def _moe_without_operators(layer: LayerArrays, options: LayerOptions, call: _Cal
     checks.untransformed("moe", "x", (*plain, *factors))
     if call.accumulate:
         expected = "False with lora or QuantizedWeight, which has no gradient"
-        raise checks.bad_value("moe", "accumulate_into_main_grad", expected, repr(call.accumulate))
+        got = "True" if call.accumulate is True else type(call.accumulate)  # not the tensors in it
+        raise checks.bad_value("moe", "accumulate_into_main_grad", expected, got)
     if private.any_autocast() and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2, *factors) = torch_arguments.autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2, *factors)
@@ -447,6 +448,9 @@ class MoE(torch.nn.Module):
         checks.gate_up("MoE", gate_up, activation)
         checks.layer_options("MoE", LayerOptions(weights_on=weights_on), True, expert_bias)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
+        for name, value in (("bias", bias), ("expert_bias", expert_bias)):
+            if isinstance(value, torch.Tensor):
+                raise checks.bad_type("MoE", name, "True or False", "a tensor")
         options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
         router_options.group_sizes("MoE", options, k, routed)
         if routing is not None and not callable(routing):
@@ -482,6 +486,8 @@ class MoE(torch.nn.Module):
         checks.one_of("MoE", "expert_format", expert_format, (None, *WEIGHT_FORMATS))
         if expert_format is not None and precision is not None:
             raise checks.bad_value("MoE", "precision", "None with expert_format", repr(precision))
+        if expert_format is not None:
+            torch_quantised.check_widths("MoE", expert_format, d_model, d_hidden)
         self.expert_format, self._d_hidden = expert_format, d_hidden
         if lora_rank is not None:
             lora_rank = _size("lora_rank", lora_rank, lora_checks.MAX_RANK)
@@ -594,14 +600,26 @@ class MoE(torch.nn.Module):
     def w1(self) -> torch.Tensor:
         """`w1_storage` as the array functions' w1: a view (E, d, 2h), or (E, d, h) for an activation without a gate.
 
-        Raises RuntimeError, as `w2` does, where the experts are packed or FSDP2 shards them.
+        Raises AttributeError, as `w2` does, where the experts are packed or FSDP2 shards them.
         """
-        return self._whole_weights("MoE.w1")[0].transpose(1, 2)
+        return self._view("w1")
 
     @property
     def w2(self) -> torch.Tensor:
         """`w2_storage` as the array functions' w2: a view (E, h, d)."""
-        return self._whole_weights("MoE.w2")[1].transpose(1, 2)
+        return self._view("w2")
+
+    def _view(self, name: str) -> torch.Tensor:
+        try:
+            w1, w2 = self._whole_weights(f"MoE.{name}")
+        except RuntimeError as error:
+            raise AttributeError(str(error)) from None
+        return (w1 if name == "w1" else w2).transpose(1, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("w1", "w2"):
+            self._view(name)  # raises the property's error again, where torch would say that there is no such name
+        return super().__getattr__(name)
 
     def quantize_experts(self, format: str) -> None:
         """Freezes the experts in a format of `moeblaze_cupy.quantize_experts`, in the place of their parameters.
@@ -613,6 +631,8 @@ class MoE(torch.nn.Module):
         w1, w2 = self._whole_weights("MoE: quantize_experts")
         if self.precision is not None:
             raise checks.bad_value("MoE: quantize_experts", "precision", "None", repr(self.precision))
+        checks.one_of("MoE: quantize_experts", "format", format, WEIGHT_FORMATS)
+        torch_quantised.check_widths("MoE: quantize_experts", format, *w2.shape[1:])
         made = quantised.quantize_experts(w1.transpose(1, 2), w2.transpose(1, 2), format)
         self.expert_format = format
         self._hold_packed(*map(torch_quantised.as_bytes, made))
@@ -638,6 +658,8 @@ class MoE(torch.nn.Module):
         return w1, torch_quantised.from_bytes(down, dtype, self.w2_data, self.w2_scales)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("w1", "w2"):
+            raise AttributeError(f"MoE.{name}: expected a new {name}_storage, of which it is a view, got a new {name}")
         super().__setattr__(name, value)
         if name in ("w1_storage", "w2_storage") and hasattr(value, "to_local"):  # FSDP2 sets its parameters here
             self._sharded = True

@@ -35,7 +35,8 @@ def check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
 
 def check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
+        advice = "; torch.stack makes one of its tensors" if isinstance(tensor, list) else ""
+        raise checks.bad_type("moe", name, "a torch tensor", f"{type(tensor)}{advice}")
     if tensor.is_nested:  # there are no operators for them
         raise checks.bad_type("moe", name, DENSE, "a nested one")
 

@@ -74,6 +74,14 @@ def as_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
     return {name: part.contiguous().view(torch.uint8) for name, part in parts.items()}
 
 
+def check_widths(function: str, format: str, d_model: int, d_hidden: int) -> None:
+    """Checks the widths of a module whose experts are packed in this format."""
+    multiple = quantised_checks.multiple_of(format)
+    for name, width in (("d_model", d_model), ("d_hidden", d_hidden)):
+        if width % multiple:
+            raise checks.bad_value(function, name, f"a multiple of {multiple} for {format!r}", width)
+
+
 def empty_bytes(form: QuantizedWeight, device: Any) -> dict[str, Tensor]:
     """Returns zeros of the parts of such a weight."""
     expected = quantised_checks.expected_parts("MoE", "weight", form)

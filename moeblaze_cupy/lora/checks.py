@@ -34,9 +34,13 @@ def scale(function: str, argument: str, value: Any) -> float:
     """What factors' products are multiplied by, as a float."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise checks.bad_type(function, argument, "a number", repr(value))
-    if not math.isfinite(np.float32(value)):
-        raise checks.bad_value(function, argument, "a number that is finite in float32", value)
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of an int
+        number = math.inf
+    if not math.isfinite(np.float32(number)):
+        raise checks.bad_value(function, argument, "a number that is finite in float32", number)
+    return number
 
 
 def layer(function: str, of: LayerArrays, options: LayerOptions, factors: Sequence[Array | None]) -> None:

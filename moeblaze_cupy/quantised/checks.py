@@ -51,6 +51,11 @@ def weight(function: str, argument: str, given: QuantizedWeight, parts: Mapping[
             raise checks.bad_value(function, f"{argument}.{name}", "16-byte aligned memory", hex(array.ptr))
 
 
+def multiple_of(format: str) -> int:
+    """Returns what K has to be a multiple of: d of w1, h of w2. N K is then one of nf4's blocks."""
+    return MXFP4_BLOCK if format == "mxfp4" else MULTIPLE
+
+
 Expected = dict[str, tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]]
 
 
@@ -63,11 +68,10 @@ def expected_parts(function: str, argument: str, given: QuantizedWeight) -> Expe
             expected = f"{letters} that is a multiple of {of} for {given.format!r}"
             raise checks.bad_value(function, f"{argument}.shape", f"(E, K, N) with {expected}", given.shape)
 
-    multiple(K, "K", MULTIPLE)
+    multiple(K, "K", multiple_of(given.format))
     if N * K > MOST_ELEMENTS:
         raise checks.bad_value(function, f"{argument}.shape", f"K * N of at most {MOST_ELEMENTS}", given.shape)
     if given.format == "mxfp4":
-        multiple(K, "K", MXFP4_BLOCK)
         blocks = E, N, K // MXFP4_BLOCK
         packed = (E, N, K // 2), (*blocks, MXFP4_BLOCK // 2)
         return {"data": ("E, N, K / 2", packed, ("uint8", "int8")), "scales": ("E, N, K / 32", (blocks,), E8M0)}

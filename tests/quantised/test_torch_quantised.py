@@ -219,10 +219,14 @@ def test_messages_of_the_module():
         module(expert_format="fp4")
     with pytest.raises(ValueError, match="MoE: precision: expected None with expert_format, got 'fp8'"):
         module(expert_format="nf4", precision="fp8")
-    with pytest.raises(
-        ValueError, match=r"MoE: w1.shape: expected \(E, K, N\) with K that is a multiple of 32 for 'mxfp4'"
+    for sizes, form, message in (
+        ((40, 32), "mxfp4", "d_model: expected a multiple of 32 for 'mxfp4', got 40"),
+        ((64, 30), "nf4", "d_hidden: expected a multiple of 8 for 'nf4', got 30"),
     ):
-        MoE(40, 32, 2, 1, expert_format="mxfp4")
+        with pytest.raises(ValueError, match=f"^MoE: {message}$"):
+            MoE(*sizes, 2, 1, expert_format=form)
+        with pytest.raises(ValueError, match=f"^MoE: quantize_experts: {message}$"):
+            MoE(*sizes, 2, 1).quantize_experts(form)
     own = module(expert_format="nf4")
     with pytest.raises(
         RuntimeError, match="MoE: quantize_experts: expected experts in floats, got expert_format='nf4'"
@@ -232,6 +236,15 @@ def test_messages_of_the_module():
         RuntimeError, match="MoE: quantize_weights: expected experts in floats, got expert_format='nf4'"
     ):
         own.quantize_weights()
+    for name in ("w1", "w2"):
+        assert not hasattr(own, name) and getattr(own, name, 5) == 5
+        reason = f"^MoE.{name}: expected experts in floats, got expert_format='nf4'$"
+        with pytest.raises(AttributeError, match=reason):
+            getattr(own, name)
+        with pytest.raises(AttributeError, match=f"^MoE.{name}: expected a new {name}_storage, of which it is a view"):
+            setattr(own, name, torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(AttributeError, match="'MoE' object has no attribute 'w3'"):
+        _ = own.w3
 
 
 def test_floats_are_not_loaded_into_packed_experts():

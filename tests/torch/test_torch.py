@@ -264,11 +264,18 @@ def test_halves_are_checked_by_name():
     for kind, text, given in (
         (TypeError, "w1[0]: expected a torch tensor, got <class 'NoneType'>", (None, up)),
         (TypeError, "w1[1]: expected a torch tensor, got <class 'numpy.ndarray'>", (gate, up.numpy())),
-        (ValueError, "w1: expected one array or a pair (gate, up), got 3 arrays", (gate, up, up)),
+        (ValueError, "w1: expected one array or a pair (gate, up), got 3 arrays; torch.stack", (gate, up, up)),
         (ValueError, "w1: expected one array or a pair (gate, up), got 0 arrays", []),
     ):
         with pytest.raises(kind, match=f"^moe: {re.escape(text)}"):
             moe(x, ids, weights, given, w2)
+    with pytest.raises(
+        TypeError, match=r"^moe: w2: expected a torch tensor, got <class 'list'>; torch.stack makes one"
+    ):
+        moe(x, ids, weights, w1, list(w2))
+    for name in ("bias", "expert_bias"):
+        with pytest.raises(TypeError, match=f"^MoE: {name}: expected True or False, got a tensor$"):
+            MoE(8, 8, 4, 2, **{name: torch.zeros(4)})
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

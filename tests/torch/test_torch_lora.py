@@ -283,6 +283,19 @@ def test_messages():
         (lora, {"precision": "fp8"}, ValueError, "moe: precision: expected None with lora"),
         (lora, {"save": None}, ValueError, "moe: save: expected a policy that keeps something"),
         (lora, {"accumulate_into_main_grad": True}, ValueError, "moe: accumulate_into_main_grad: expected False with"),
+        (
+            lora,
+            {"accumulate_into_main_grad": {"w1": lora.a1}},
+            ValueError,
+            "moe: accumulate_into_main_grad: expected False with lora or QuantizedWeight, which has no gradient, "
+            "got <class 'dict'>",
+        ),
+        (
+            lora._replace(scale1=10**400),
+            {},
+            ValueError,
+            "moe: lora.scale1: expected a number that is finite in float32, got inf",
+        ),
     ]:
         with pytest.raises(error) as caught:
             moe(*layer, lora=given, **options)
