@@ -335,6 +335,9 @@ def route(
     return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
 
 
+_lookup = torch.nn.Module.__getattr__  # at hand, as every forward looks up its parameters
+
+
 class Routed(NamedTuple):
     """What a MoE routed in one forward."""
 
@@ -448,8 +451,8 @@ class MoE(torch.nn.Module):
         checks.gate_up("MoE", gate_up, activation)
         checks.layer_options("MoE", LayerOptions(weights_on=weights_on), True, expert_bias)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
-        for name, value in (("bias", bias), ("expert_bias", expert_bias)):
-            if isinstance(value, torch.Tensor):
+        for name, flag in (("bias", bias), ("expert_bias", expert_bias)):
+            if isinstance(flag, torch.Tensor):
                 raise checks.bad_type("MoE", name, "True or False", "a tensor")
         options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
         router_options.group_sizes("MoE", options, k, routed)
@@ -619,7 +622,7 @@ class MoE(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in ("w1", "w2"):
             self._view(name)  # raises the property's error again, where torch would say that there is no such name
-        return super().__getattr__(name)
+        return _lookup(self, name)
 
     def quantize_experts(self, format: str) -> None:
         """Freezes the experts in a format of `moeblaze_cupy.quantize_experts`, in the place of their parameters.
