@@ -354,6 +354,21 @@ def _size(argument: str, value: int, most: int | None = None) -> int:
     return size
 
 
+def _lora_rank(rank: int | None, alpha: float | None, precision: str | None, accumulate: bool) -> int | None:
+    """Checks the options of MoE that go with low-rank factors."""
+    if rank is None:
+        if alpha is not None:
+            raise checks.bad_value("MoE", "lora_alpha", "None without lora_rank", repr(alpha))
+        return None
+    size = _size("lora_rank", rank, lora_checks.MAX_RANK)
+    for option, value, usual in (("precision", precision, None), ("accumulate_into_main_grad", accumulate, False)):
+        if value:
+            raise checks.bad_value("MoE", option, f"{usual} with lora_rank", repr(value))
+    if alpha is not None:
+        lora_checks.scale("MoE", "lora_alpha", alpha)
+    return size
+
+
 class MoE(torch.nn.Module):
     """A router and its experts: (..., d) -> (..., d).
 
@@ -492,18 +507,7 @@ class MoE(torch.nn.Module):
         if expert_format is not None:
             torch_quantised.check_widths("MoE", expert_format, d_model, d_hidden)
         self.expert_format, self._d_hidden = expert_format, d_hidden
-        if lora_rank is not None:
-            lora_rank = _size("lora_rank", lora_rank, lora_checks.MAX_RANK)
-            for option, value, usual in (
-                ("precision", precision, None),
-                ("accumulate_into_main_grad", accumulate_into_main_grad, False),
-            ):
-                if value:
-                    raise checks.bad_value("MoE", option, f"{usual} with lora_rank", repr(value))
-            if lora_alpha is not None:
-                lora_checks.scale("MoE", "lora_alpha", lora_alpha)
-        elif lora_alpha is not None:
-            raise checks.bad_value("MoE", "lora_alpha", "None without lora_rank", repr(lora_alpha))
+        lora_rank = _lora_rank(lora_rank, lora_alpha, precision, accumulate_into_main_grad)
         self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
         self.router = parameter(routed, d_model)
         if expert_format is None:
