@@ -335,9 +335,6 @@ def route(
     return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
 
 
-_lookup = torch.nn.Module.__getattr__  # at hand, as every forward looks up its parameters
-
-
 class Routed(NamedTuple):
     """What a MoE routed in one forward."""
 
@@ -609,24 +606,17 @@ class MoE(torch.nn.Module):
 
         Raises AttributeError, as `w2` does, where the experts are packed or FSDP2 shards them.
         """
-        return self._view("w1")
+        return self._view(self.w1_storage)
 
     @property
     def w2(self) -> torch.Tensor:
         """`w2_storage` as the array functions' w2: a view (E, h, d)."""
-        return self._view("w2")
+        return self._view(self.w2_storage)
 
-    def _view(self, name: str) -> torch.Tensor:
-        try:
-            w1, w2 = self._whole_weights(f"MoE.{name}")
-        except RuntimeError as error:
-            raise AttributeError(str(error)) from None
-        return (w1 if name == "w1" else w2).transpose(1, 2)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("w1", "w2"):
-            self._view(name)  # raises the property's error again, where torch would say that there is no such name
-        return _lookup(self, name)
+    def _view(self, weight: torch.nn.Parameter | None) -> torch.Tensor:
+        if weight is None or self._sharded:
+            raise AttributeError  # torch then says that the module has no such attribute
+        return weight.transpose(1, 2)
 
     def quantize_experts(self, format: str) -> None:
         """Freezes the experts in a format of `moeblaze_cupy.quantize_experts`, in the place of their parameters.

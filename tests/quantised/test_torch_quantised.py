@@ -238,8 +238,7 @@ def test_messages_of_the_module():
         own.quantize_weights()
     for name in ("w1", "w2"):
         assert not hasattr(own, name) and getattr(own, name, 5) == 5
-        reason = f"^MoE.{name}: expected experts in floats, got expert_format='nf4'$"
-        with pytest.raises(AttributeError, match=reason):
+        with pytest.raises(AttributeError, match=f"'MoE' object has no attribute '{name}'"):
             getattr(own, name)
         with pytest.raises(AttributeError, match=f"^MoE.{name}: expected a new {name}_storage, of which it is a view"):
             setattr(own, name, torch.nn.Parameter(torch.zeros(1)))
