@@ -29,6 +29,7 @@ __all__ = [
     "in_backward",
     "is_dispatched",
     "is_fp8",
+    "is_loaded",
     "is_of_layer",
     "is_registered",
     "is_swapped",
@@ -160,6 +161,11 @@ def converts(name: str, kept: list[str] | None) -> bool:
 def keep_as_loaded(module: Any) -> None:
     """Has `from_pretrained` leave the module to its checkpoint, rather than initialise weights that it expects."""
     module._is_hf_initialized = True
+
+
+def is_loaded(parameter: Any) -> bool:
+    """Whether `from_pretrained` found this parameter of a model in the checkpoint. Others get memory as it was."""
+    return getattr(parameter, "_is_hf_initialized", False)
 
 
 def checkpoint_functions(model: Any) -> list[tuple[Any, str, Any]]:

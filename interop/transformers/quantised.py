@@ -248,10 +248,18 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
     def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
         if not self.packs:
             return super()._process_model_after_weight_loading(model, **named)
-        for module in model.modules():
-            for name in getattr(module, "moeblaze_packed", ()):
+        missing = []
+        for prefix, module in model.named_modules():
+            places = getattr(module, "moeblaze_packed", {})
+            for name in places:
                 place = getattr(module, name)
                 place.data = place.data.to(getattr(module, f"{name}_scales").device)
+            parts = module.named_parameters(recurse=False) if places else ()
+            absent = (n for n, p in parts if not (n in places or p.is_meta or private.is_loaded(p)))
+            missing += [f"{prefix}.{name}" for name in absent]
+        if missing:  # `keep_as_loaded` has nothing initialise them
+            expected = "one with all tensors of packed experts"
+            raise checks.bad_value("from_pretrained", "checkpoint", expected, f"none for {', '.join(missing)}")
         return model
 
     def get_weight_conversions(self) -> list[Any]:

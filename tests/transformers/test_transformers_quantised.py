@@ -441,6 +441,20 @@ def test_published_gpt_oss_in_floats(published):
             assert torch.equal(mb.dequantize(weight).transpose(1, 2), want)
 
 
+def test_a_checkpoint_without_a_tensor_is_refused(published, tmp_path):
+    """Nothing else would fill the memory of its part."""
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(published / "model.safetensors")
+    gone = [f"{NAMES[1]}.{name}" for name in ("gate_up_proj_bias", "down_proj_scales")]
+    save_file({n: v for n, v in state.items() if n not in gone}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    with pytest.raises(ValueError, match="from_pretrained: checkpoint: expected one with all tensors of ") as caught:
+        loaded(tmp_path)
+    named = str(caught.value).partition("got none for ")[2].split(", ")
+    assert sorted(named) == sorted(gone)
+
+
 def test_layers_that_a_checkpoint_has_in_floats_stay(published, tmp_path):
     from safetensors.torch import load_file, save_file
 
