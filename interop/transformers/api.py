@@ -149,11 +149,13 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     Covers the classes that transformers dispatches, and Llama4TextExperts, LongcatFlashExperts and Step3p7Experts after
     `patch`.
     Returns the names of the modules with packed experts. Raises ValueError for experts that train, for those in another
-    format and for a model without experts, NotImplementedError for experts that the layer cannot compute, RuntimeError
-    for DTensors, and the errors of `quantize_experts`. Modules before the one with an error are packed then.
+    format, for merged adapters of peft on them and for a model without experts, NotImplementedError for experts that
+    the layer cannot compute, RuntimeError for DTensors, and the errors of `quantize_experts`. Modules before the one
+    with an error are packed then, but none if adapters are merged.
     """
     checks.one_of("pack_experts", "format", format, (None, *WEIGHT_FORMATS))
     found = {n: m for n, m in model.named_modules() if is_bound(m) or private.is_dispatched(m)}
+    lora.refuse_merged("pack_experts", model, found.values())
     for name, module in found.items():
         _pack(name, module, format)
     if not found:

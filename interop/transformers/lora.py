@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from moeblaze_cupy import checks
 from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.interop.transformers import private, quantised
 from moeblaze_cupy.lora.checks import MAX_RANK
@@ -43,7 +44,12 @@ def follow_peft(takes: Callable[[Any], bool]) -> None:
         wrappers = private.param_wrapper()
         if wrappers is not None and not hasattr(wrappers.forward, _LEFT):
             wrappers.forward = _forward_of(wrappers.forward, takes)
-            wrappers.merge = _merge_of(wrappers.merge)
+            wrappers.merge = _refusing(wrappers.merge, "merge", lambda wrapper: [wrapper])
+            wrappers.unmerge = _refusing(wrappers.unmerge, "unmerge", lambda wrapper: [wrapper] * wrapper.merged)
+        models = private.lora_model()
+        if models is not None and not hasattr(models._check_merge_allowed, _LEFT):
+            found = lambda model: (part for part in model.modules() if isinstance(part, private.param_wrapper()))  # noqa: E731
+            models._check_merge_allowed = _refusing(models._check_merge_allowed, "merge", found)
 
     def on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         if name == "base_layer":  # as peft calls what it wraps
@@ -81,20 +87,34 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
     return forward
 
 
-def _merge_of(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method of peft's wrappers that adds BA to a weight. It would find packed weights empty, or codes."""
+def _refusing(own: Callable[..., Any], name: str, wrappers: Callable[[Any], Iterable[Any]]) -> Callable[..., Any]:
+    """Returns a method of peft that refuses before it adds BA to weights which are packed, or a part of all experts.
+
+    name: "merge" or "unmerge". wrappers: those that the method would merge or unmerge, of self.
+    """
 
     @functools.wraps(own)
-    def merge(self: Any, *arguments: Any, **named: Any) -> Any:
-        experts = self.get_base_layer()
-        if quantised.packed(experts) is not None:
-            instead = "load the model in bf16 and the adapters from their file"
-            raise RuntimeError(
-                f"moeblaze: merge: expected experts in floats, got packed {type(experts).__name__}: {instead}"
-            )
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        for wrapper in wrappers(self):
+            experts = wrapper.get_base_layer()
+            is_packed = quantised.packed(experts) is not None
+            if is_packed or TAKES in vars(experts):
+                got = f"{'packed' if is_packed else 'spread'} {type(experts).__name__}"
+                instead = "load the model in bf16 and the adapters from their file"
+                raise RuntimeError(f"moeblaze: {name}: expected experts in floats on one rank, got {got}: {instead}")
         return own(self, *arguments, **named)
 
-    return merge
+    setattr(method, _LEFT, True)
+    return method
+
+
+def refuse_merged(function: str, model: torch.nn.Module, modules: Iterable[Any]) -> None:
+    """Raises ValueError if adapters are merged in one of these modules of the model: nothing could unmerge them."""
+    found, kind = set(modules), private.param_wrapper()
+    for name, part in model.named_modules():
+        if kind is not None and isinstance(part, kind) and part.merged and part.get_base_layer() in found:
+            expected = "experts without merged adapters; unmerge_adapter() before, or merge_and_unload(), gives them"
+            raise checks.bad_value(function, "model", expected, f"merged {part.merged_adapters} at {name}")
 
 
 def _counts(wrapper: Any) -> bool:

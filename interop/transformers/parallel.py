@@ -54,7 +54,8 @@ def parallelize_experts(
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
     Adapters of peft's LoRA on experts (`target_parameters`) may be there, or come later. Their factors stay whole on
-    every rank, and a rank's gradients of them are its own experts' part: they are the caller's to sum, too.
+    every rank, and a rank's gradients of them are its own experts' part: they are the caller's to sum, too. Merged ones
+    raise ValueError, and merging raises RuntimeError from here on.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
     NotImplementedError for experts that the layer cannot compute, for other adapters on experts, and for any with
     precision="fp8". Experts that get such adapters later raise it in forward. What `group` raises is raised on all
@@ -69,6 +70,7 @@ def parallelize_experts(
     found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
     for name, module in model.named_modules():
         _refuse_adapters(name, precision, module)
+    lora.refuse_merged(function, model, found.values())
     if not found:
         raise ValueError(
             f"{function}: model: expected one with experts that transformers dispatches, got {type(model)}"

@@ -34,6 +34,7 @@ __all__ = [
     "is_registered",
     "is_swapped",
     "keep_as_loaded",
+    "lora_model",
     "own_parameter",
     "param_wrapper",
     "parameter_names",
@@ -116,6 +117,11 @@ def parameter_names(module: Any) -> set[str]:
 def param_wrapper() -> Any:
     """peft's class of modules that adapt a parameter of another one, or None before peft is imported."""
     return getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+
+
+def lora_model() -> Any:
+    """peft's class of models with LoRA, whose `_check_merge_allowed` runs before any merging; None as above."""
+    return getattr(sys.modules.get("peft.tuners.lora.model"), "LoraModel", None)
 
 
 def activated(wrapper: Any) -> Any:

@@ -501,7 +501,7 @@ def adapters_with_the_parallelism_of_transformers(rank, size, group):
 @case
 @needs_none(MISSING_PEFT)
 def adapters_on_spread_experts_are_refused(rank, size, group):
-    """Whichever comes first: more ranks than the layer takes, products in e4m3, and other tuners than LoRA."""
+    """Whichever comes first: more ranks than the layer takes, products in e4m3, merging, and other tuners than LoRA."""
     import peft
 
     mesh = init_device_mesh("cpu", (size,))
@@ -511,7 +511,14 @@ def adapters_on_spread_experts_are_refused(rank, size, group):
     text = "parallelize_experts: model: expected experts without adapters, or with those of LoRA in peft 0.19 or later"
     model = peft.get_peft_model(model_of("Qwen3Moe"), on_experts)
     expect(NotImplementedError, text, lambda: parallelize_experts(model, mesh, precision="fp8"))
+    model.merge_adapter()
+    merged = "parallelize_experts: model: expected experts without merged adapters; "
+    expect(ValueError, merged, lambda: parallelize_experts(model, mesh))
+    model.unmerge_adapter()
     parallelize_experts(model, mesh)  # as nothing has changed
+    text_of_merge = "moeblaze: merge: expected experts in floats on one rank, got spread Qwen3MoeExperts"
+    expect(RuntimeError, text_of_merge, model.merge_adapter)
+    assert not any(getattr(part, "merged", False) for part in model.modules())
     in_fp8 = model_of("Qwen3Moe")
     parallelize_experts(in_fp8, mesh, precision="fp8")
     in_fp8 = peft.get_peft_model(in_fp8, on_experts)

@@ -294,8 +294,28 @@ def test_adapters_on_packed_experts(model_type, format, tmp_path):
     floats.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(both(model_type, format)[0], tmp_path)
     assert torch.equal(loaded(tokens()).logits, wanted["logits"])
-    with expect(RuntimeError, "moeblaze: merge: expected experts in floats, got packed "):
-        packed.merge_and_unload()
+
+
+def test_merging_on_packed_experts_changes_nothing():
+    """Adapters of attention stay as they were, too, and merged ones are refused before packing."""
+    packed = adapted(both("qwen3_moe", "nf4")[0], target_modules=["q_proj"])
+    wanted = step(packed)
+    assert any("q_proj.lora_A" in name for name in wanted)
+    for merge in (packed.merge_adapter, packed.merge_and_unload):
+        with expect(RuntimeError, "moeblaze: merge: expected experts in floats on one rank, got packed Qwen3Moe"):
+            merge()
+        assert_same(step(packed), wanted)
+    wrapper = packed.get_submodule(f"base_model.model.{NAMES[0]}")
+    wrapper.merged_adapters.append("default")
+    with expect(RuntimeError, "moeblaze: unmerge: expected experts in floats on one rank, got packed "):
+        packed.unmerge_adapter()
+    assert wrapper.merged_adapters == ["default"]
+    merged = adapted(freeze(tiny("qwen3_moe", "moeblaze", **SIZES).bfloat16()))
+    merged.merge_adapter()
+    with expect(ValueError, "pack_experts: model: expected experts without merged adapters; "):
+        pack_experts(merged, "nf4")
+    merged.unmerge_adapter()
+    assert len(pack_experts(merged, "nf4")) == 2
 
 
 def test_kbit_preparation_leaves_the_bytes():
