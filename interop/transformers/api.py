@@ -146,6 +146,7 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     0.50 and torchao 0.18.
     In the place of a parameter such as `gate_up_proj` are uint8 parameters `gate_up_proj_data` and
     `gate_up_proj_scales`, or `gate_up_proj_blocks` and `gate_up_proj_scales` in "mxfp4". The state dict has these.
+    `save_pretrained` of the model raises RuntimeError from here on, as `from_pretrained` would not find the weights.
     Covers the classes that transformers dispatches, and Llama4TextExperts, LongcatFlashExperts and Step3p7Experts after
     `patch`.
     Returns the names of the modules with packed experts. Raises ValueError for experts that train, for those in another
@@ -157,14 +158,16 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     found = {n: m for n, m in model.named_modules() if is_bound(m) or private.is_dispatched(m)}
     lora.refuse_merged("pack_experts", model, found.values())
     for name, module in found.items():
-        _pack(name, module, format)
+        if _pack(name, module, format):
+            quantised.refuse_saving(model, module)
     if not found:
         expected = "experts that transformers dispatches or that `patch` serves"
         raise checks.bad_value("pack_experts", "model", expected, f"a {type(model).__name__} without")
     return tuple(found)
 
 
-def _pack(name: str, module: Any, format: str | None) -> None:
+def _pack(name: str, module: Any, format: str | None) -> bool:
+    """Packs a module. Returns False for one that was packed by this layer before."""
     packed, by_others = quantised.packed(module), quantised.packed_by_others(name, module)
     for weight in packed or by_others or ():
         if format not in (None, weight.format):
@@ -172,7 +175,7 @@ def _pack(name: str, module: Any, format: str | None) -> None:
     if by_others is not None:
         quantised.take_over(module, by_others)
     if packed is not None or by_others is not None:
-        return
+        return by_others is not None
     if format is None:
         raise checks.bad_value("pack_experts", "format", f"a format for {name}, whose experts are in floats", "None")
     kind = name_of(type(module))
@@ -191,6 +194,7 @@ def _pack(name: str, module: Any, format: str | None) -> None:
             expected = "a frozen weight; model.requires_grad_(False) before freezes all"
             raise checks.bad_value("pack_experts", f"{name}.{of}", expected, "one that requires a gradient")
     quantised.pack(module, weights.w1, weights.w2, format)
+    return True
 
 
 class Patched(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
@@ -68,6 +69,20 @@ def _suffixes(weight: QuantizedWeight) -> dict[str, str]:
     """Returns by part the end of its parameter's name; those of "mxfp4" are of gpt-oss's checkpoints."""
     nested = {} if weight.nested is None else {part: part for part in NestedScales._fields}
     return {"data": "blocks" if weight.format == "mxfp4" else "data", "scales": "scales", **nested}
+
+
+def refuse_saving(model: torch.nn.Module, module: Any) -> None:
+    """Has `save_pretrained` raise in the models of transformers, within this one, that have the module in them."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and any(inner is module for inner in part.modules()):
+            part.save_pretrained = _no_saving  # a function, not a method, as a copy of the model keeps it
+
+
+def _no_saving(*_: Any, **__: Any) -> None:
+    instead = "torch.save(model.state_dict(), path), for `load_state_dict` of a model that is packed"
+    reason = "`from_pretrained` would not find their weights"
+    got = f"those of pack_experts: {reason}: {instead}"
+    raise RuntimeError(f"save_pretrained: model: expected experts in floats, got {got}")
 
 
 def packed(module: Any) -> Pair | None:

@@ -334,7 +334,7 @@ def expect(error, message):
     return pytest.raises(error, match=re.escape(message))
 
 
-def test_messages():
+def test_messages(tmp_path):
     model, first = tiny("qwen3_moe", "moeblaze", **SIZES).bfloat16(), NAMES[0]
     with expect(ValueError, "pack_experts: format: expected one of None, 'mxfp4', 'nf4', 'e4m3', 'int8', got 'fp4'"):
         pack_experts(model, "fp4")
@@ -368,6 +368,10 @@ def test_messages():
         model(tokens())
     with expect(ValueError, f"quantize_weights: {first}: expected experts in floats, got packed ones"):
         backend.quantize_weights(model)
+    for part in (model, copy.deepcopy(model), model.model):
+        with expect(RuntimeError, "save_pretrained: model: expected experts in floats, got those of pack_experts: "):
+            part.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
     model.set_experts_implementation("moeblaze")
     experts.act_fn = torch.nn.Tanh()  # nothing else can compute with its weights
     with expect(NotImplementedError, "moeblaze: Qwen3MoeExperts: its activation is none of"):
@@ -447,6 +451,7 @@ def test_published_gpt_oss(published, tmp_path, capsys):
         assert torch.equal(again(tokens()).logits, wanted["logits"])
     assert torch.equal(others.get_submodule(NAMES[0]).down_proj, plain.get_submodule(NAMES[0]).down_proj)
     assert pack_experts(again, "mxfp4") == NAMES
+    again.save_pretrained(tmp_path / "again")
 
 
 def test_published_gpt_oss_in_floats(published):
