@@ -54,6 +54,7 @@ def follow_peft(takes: Callable[[Any], bool]) -> None:
     def on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         if name == "base_layer":  # as peft calls what it wraps
             replace()
+            quantised.tell_shapes(module)
 
     replace()
     register_module_module_registration_hook(on_registration)

@@ -40,18 +40,15 @@ def pack(module: Any, w1: Tensor, w2: Tensor, format: str) -> None:
 
 
 def hold(module: Any, weights: Pair, parts: list[dict[str, Tensor]]) -> None:
-    """Puts parts, in bytes, in the place of a module's parameters, of which empty ones are left.
-
-    By the attribute `ds_shape` peft learns the shapes of these, as it does where DeepSpeed has emptied parameters.
-    """
-    module.moeblaze_packed = {}
+    """Puts parts, in bytes, in the place of a module's parameters, of which empty ones are left."""
+    module.moeblaze_packed, module.moeblaze_shapes = {}, {}
     for name, weight, of_weight in zip(projections(module), weights, parts, strict=True):
         whole = getattr(module, name)
         device = "cpu" if whole.is_meta else whole.device
         empty = torch.empty(0, dtype=getattr(torch, weight.dtype), device=device)
         place = torch.nn.Parameter(empty, requires_grad=False)
         num_experts, k, n = weight.shape
-        place.ds_shape = whole.shape if whole.dim() == 3 else (num_experts, n, k)  # type: ignore[attr-defined]
+        module.moeblaze_shapes[name] = tuple(whole.shape) if whole.dim() == 3 else (num_experts, n, k)
         setattr(module, name, place)
         for part, suffix in _suffixes(weight).items():
             tensor = of_weight[part]
@@ -63,6 +60,15 @@ def hold(module: Any, weights: Pair, parts: list[dict[str, Tensor]]) -> None:
     module.register_state_dict_post_hook(_leave_out_places)
     module.register_load_state_dict_pre_hook(_expect_no_places)
     module.register_forward_pre_hook(_refuse_own_forward)
+
+
+def tell_shapes(module: Any) -> None:
+    """Gives empty parameters `ds_shape`, where peft looks for the shapes of those that DeepSpeed emptied.
+
+    Copies of parameters have no such attributes, so this is called for each adapter.
+    """
+    for name, shape in getattr(module, "moeblaze_shapes", {}).items():
+        getattr(module, name).ds_shape = shape
 
 
 def _suffixes(weight: QuantizedWeight) -> dict[str, str]:
@@ -222,7 +228,10 @@ def _expect_no_places(module: Any, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _refuse_own_forward(module: Any, _: Any) -> None:
-    if "forward" in module.__dict__:
+    forward = vars(module).get("forward")
+    if (
+        forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    ):  # as unpickling leaves it
         return
     if not private.is_dispatched(module):
         raise RuntimeError(f"moeblaze: {name_of(type(module))}: call `patch` for packed experts, as before packing")

@@ -284,9 +284,10 @@ def test_adapters_on_packed_experts(model_type, format, tmp_path):
     """They have the shapes, the numbers and the file of adapters on weights in floats."""
     peft = pytest.importorskip("peft")
     model, plain = both(model_type, format)
-    bare = step(plain)["logits"]
+    bare, copied = step(plain)["logits"], copy.deepcopy(model)
     packed, floats = adapted(model), adapted(plain)
     wanted = step(floats)
+    assert_same(step(adapted(copied)), wanted)
     assert sum("lora_" in name for name in wanted) == 8 and not torch.equal(wanted["logits"], bare)
     assert_same(step(packed), wanted)
     with packed.disable_adapter():
@@ -376,6 +377,23 @@ def test_messages(tmp_path):
     experts.act_fn = torch.nn.Tanh()  # nothing else can compute with its weights
     with expect(NotImplementedError, "moeblaze: Qwen3MoeExperts: its activation is none of"):
         model(tokens())
+
+
+def test_unpickled_patched_experts_need_patch():
+    """Unpickling gives them the forward of their class, which would meet empty weights."""
+    *family, sizes = PATCHED["Llama4TextExperts"]
+    model = text_model(*family, **sizes).float().requires_grad_(False)
+    patch(model)
+    pack_experts(model, "int8")
+    wanted = model(tokens()).logits
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    again = torch.load(stored, weights_only=False)
+    with expect(RuntimeError, "moeblaze: Llama4TextExperts: call `patch` for packed experts, as before packing"):
+        again(tokens())
+    patch(again)
+    assert torch.equal(again(tokens()).logits, wanted)
 
 
 def test_what_lies_in_parts_of_a_patched_module_is_refused():
@@ -735,7 +753,7 @@ def check_taken_over(pack, dequantised, exact=True):
     assert pack_experts(experts) == ("",)
     for weight, name in zip(quantised.packed(experts), ("gate_up_proj", "down_proj"), strict=True):
         assert torch.equal(mb.dequantize(weight), getattr(plain, name))
-        assert getattr(experts, name).ds_shape == getattr(plain, name).shape
+        assert experts.moeblaze_shapes[name] == tuple(getattr(plain, name).shape)
     x, ids, weights, grad_out = inputs()
     given = x.bfloat16(), ids, weights, grad_out.bfloat16()
     wanted = results(plain, *given)
