@@ -65,7 +65,12 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
 
     @graph_break
     def leave(wrapper: Any, experts: Any, *arguments: Any, **named: Any) -> Any:
-        if not takes(experts) or not _reads(wrapper.__class__):
+        if not takes(experts) or not _counts(wrapper) or not _reads(wrapper.__class__):
+            if hasattr(experts, "moeblaze_packed"):  # peft would add BA to an empty weight
+                wrapper.base_layer(*arguments, **named)  # raises what it does without adapters
+                expected = "experts in floats, or several and a known version of peft, for adapters"
+                got = f"packed ones, {wrapper.num_experts} in number"
+                raise RuntimeError(f"moeblaze: {type(experts).__name__}: expected {expected}, got {got}")
             return own(wrapper, *arguments, **named)
         left = vars(experts).setdefault(_LEFT, [])
         is_outer = not left
@@ -80,9 +85,11 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
 
     @functools.wraps(own)
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self.parameter_name not in _W1 + _W2 or not _counts(self) or named.get("adapter_names") is not None:
+        experts = self.get_base_layer()
+        counts = _counts(self) or (_is_on(self) and hasattr(experts, "moeblaze_packed"))
+        if self.parameter_name not in _W1 + _W2 or not counts or named.get("adapter_names") is not None:
             return own(self, *arguments, **named)
-        return leave(self, self.get_base_layer(), *arguments, **named)
+        return leave(self, experts, *arguments, **named)
 
     setattr(forward, _LEFT, True)
     return forward
@@ -118,9 +125,14 @@ def refuse_merged(function: str, model: torch.nn.Module, modules: Iterable[Any])
             raise checks.bad_value(function, "model", expected, f"merged {part.merged_adapters} at {name}")
 
 
+def _is_on(wrapper: Any) -> bool:
+    """Whether the wrapper has factors that are not in the weight yet."""
+    return not wrapper.disable_adapters and not wrapper.merged
+
+
 def _counts(wrapper: Any) -> bool:
     """Whether the wrapper has factors for the layer. peft takes the weight of a single expert for a plain matrix."""
-    return not wrapper.disable_adapters and not wrapper.merged and wrapper.num_experts > 1
+    return _is_on(wrapper) and wrapper.num_experts > 1
 
 
 def serves(wrapper: Any) -> bool:

@@ -228,10 +228,8 @@ def _expect_no_places(module: Any, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _refuse_own_forward(module: Any, _: Any) -> None:
-    forward = vars(module).get("forward")
-    if (
-        forward is not None and getattr(forward, "__func__", None) is not type(module).forward
-    ):  # as unpickling leaves it
+    forward, own = vars(module).get("forward"), type(module).forward
+    if forward is not None and getattr(forward, "__func__", None) is not own:  # unpickling leaves the class's own
         return
     if not private.is_dispatched(module):
         raise RuntimeError(f"moeblaze: {name_of(type(module))}: call `patch` for packed experts, as before packing")

@@ -379,6 +379,26 @@ def test_messages(tmp_path):
         model(tokens())
 
 
+ONE = ("num_experts", "num_local_experts", "num_experts_per_tok")
+
+
+def test_adapters_on_packed_experts_that_do_not_take_them():
+    """Errors are those without adapters. A single expert, a plain matrix to peft, has its own."""
+    model = adapted(both("qwen3_moe", "nf4")[0])
+    model.set_experts_implementation("grouped_mm")
+    with expect(RuntimeError, "moeblaze: experts_implementation: expected a name of `register` for packed experts; "):
+        model(tokens())
+    backend.register("moeblaze_fp8", precision="fp8")
+    model.set_experts_implementation("moeblaze_fp8")
+    with expect(ValueError, "moe: precision: expected None with QuantizedWeight, got 'fp8'"):
+        model(tokens())
+    single = adapted(both("qwen3_moe", "nf4", **dict.fromkeys(ONE, 1))[0])
+    with expect(RuntimeError, "moeblaze: Qwen3MoeExperts: expected experts in floats, or several and a known version"):
+        single(tokens())
+    with single.disable_adapter():
+        assert single(tokens()).logits.isfinite().all()
+
+
 def test_unpickled_patched_experts_need_patch():
     """Unpickling gives them the forward of their class, which would meet empty weights."""
     *family, sizes = PATCHED["Llama4TextExperts"]
