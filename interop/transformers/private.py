@@ -1,4 +1,4 @@
-"""Names of transformers, of peft and of torch.nn.Module that are private or undocumented.
+"""Names of transformers, of peft and of torch that are private or undocumented.
 
 Tested with transformers 5.17, 5.23 and 5.24, peft 0.19.1, 0.20.0 and 0.21.2, and torch 2.6, 2.11 and 2.13. A later
 version may lack any of them.
@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.quantizers import quantizer_mxfp4
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -41,6 +42,7 @@ __all__ = [
     "register",
     "set_quantizer",
     "stand_in",
+    "without_modes",
 ]
 
 Mxfp4HfQuantizer: Any = quantizer_mxfp4.Mxfp4HfQuantizer
@@ -151,6 +153,11 @@ def stand_in(first: Any, second: Any, weight: Any, swapped: bool) -> Any:
         get_param=lambda: weight,
         _did_swap_in_out_features=swapped,
     )
+
+
+def without_modes() -> Any:
+    """The context in which operators do what they do outside modes such as FakeTensorMode."""
+    return _disable_current_modes()
 
 
 def set_quantizer(method: str, quantizer: Any) -> None:

@@ -27,6 +27,7 @@ from test_transformers import (  # noqa: E402
     tokens,
     train,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from moeblaze_cupy.interop.transformers import api as backend  # noqa: E402
 from moeblaze_cupy.interop.transformers import experts as layers  # noqa: E402
@@ -268,6 +269,16 @@ def test_versions_of_peft_with_another_layout(calls, sums, monkeypatch):
         falls_back(adapted(made(*QWEN)), calls, sums, "this version of peft is not known")
     finally:
         adapters._reads.cache_clear()
+
+
+def test_fake_tensors_do_not_decide_for_later_calls():
+    """Tools that estimate memory make the first call with them."""
+    wrappers = private.param_wrapper()
+    adapters._reads.cache_clear()
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("error")
+        assert adapters._reads(wrappers)
+    assert adapters._reads(wrappers)
 
 
 def test_a_forward_that_is_not_the_layers(calls, sums):
