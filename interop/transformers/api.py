@@ -151,8 +151,8 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     `patch`.
     Returns the names of the modules with packed experts. Raises ValueError for experts that train, for those in another
     format, for merged adapters of peft on them and for a model without experts, NotImplementedError for experts that
-    the layer cannot compute, RuntimeError for DTensors, and the errors of `quantize_experts`. Modules before the one
-    with an error are packed then, but none if adapters are merged.
+    the layer cannot compute, TypeError for other dtypes, RuntimeError for DTensors, and the errors of
+    `quantize_experts`. Modules before the one with an error are packed then, but none if adapters are merged.
     """
     checks.one_of("pack_experts", "format", format, (None, *WEIGHT_FORMATS))
     found = {n: m for n, m in model.named_modules() if is_bound(m) or private.is_dispatched(m)}
@@ -193,6 +193,7 @@ def _pack(name: str, module: Any, format: str | None) -> bool:
         if parameter.requires_grad:
             expected = "a frozen weight; model.requires_grad_(False) before freezes all"
             raise checks.bad_value("pack_experts", f"{name}.{of}", expected, "one that requires a gradient")
+        quantised.check_dtype("pack_experts", f"{name}.{of}", parameter.dtype)
     quantised.pack(module, weights.w1, weights.w2, format)
     return True
 

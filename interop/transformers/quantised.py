@@ -39,6 +39,14 @@ def pack(module: Any, w1: Tensor, w2: Tensor, format: str) -> None:
         hold(module, made, list(map(torch_quantised.as_bytes, made)))
 
 
+def check_dtype(function: str, argument: str, dtype: torch.dtype) -> None:
+    """Raises TypeError for a dtype that nothing decodes to. On meta nothing else would before the first forward."""
+    got = str(dtype).removeprefix("torch.")
+    if got not in quantised_checks.DTYPES:
+        expected = f"{' or '.join(quantised_checks.DTYPES)} for packed experts"
+        raise checks.bad_type(function, argument, expected, got)
+
+
 def hold(module: Any, weights: Pair, parts: list[dict[str, Tensor]]) -> None:
     """Puts parts, in bytes, in the place of a module's parameters, of which empty ones are left."""
     module.moeblaze_packed, module.moeblaze_shapes = {}, {}
@@ -263,6 +271,7 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
                 super().validate_environment(*self._environment[0], **self._environment[1])
             return super()._process_model_before_weight_loading(model, **named)
         for module in own:
+            check_dtype("from_pretrained", "dtype", module.gate_up_proj.dtype)
             pack(module, module.gate_up_proj, module.down_proj, "mxfp4")
             private.keep_as_loaded(module)
         return model

@@ -343,8 +343,11 @@ def test_messages(tmp_path):
         pack_experts(model, "nf4")
     with expect(ValueError, "pack_experts: model: expected experts that transformers dispatches or that `patch`"):
         pack_experts(torch.nn.Linear(2, 2), "nf4")
-    with expect(TypeError, "quantize_experts: w1: expected dtype bfloat16 or float32, got float16"):
-        pack_experts(copy.deepcopy(model).half().requires_grad_(False), "nf4")
+    half = copy.deepcopy(model).half().requires_grad_(False)
+    for given in (half, copy.deepcopy(half).to("meta")):
+        text = f"pack_experts: {first}.gate_up_proj: expected bfloat16 or float32 for packed experts, got float16"
+        with expect(TypeError, text):
+            pack_experts(given, "nf4")
     model.requires_grad_(False)
     other = copy.deepcopy(model)
     other.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
@@ -502,6 +505,8 @@ def test_published_gpt_oss_in_floats(published):
         for weight, of in zip(quantised.packed(wide.get_submodule(name)), ("gate_up_proj", "down_proj"), strict=True):
             want = getattr(floats.get_submodule(name), of).float()  # four bits are exact in bf16
             assert torch.equal(mb.dequantize(weight).transpose(1, 2), want)
+    with expect(TypeError, "from_pretrained: dtype: expected bfloat16 or float32 for packed experts, got float16"):
+        loaded(published, dtype=torch.float16)
 
 
 def test_a_checkpoint_without_a_tensor_is_refused(published, tmp_path):
