@@ -7,6 +7,7 @@ forward takes it and hands its factors to `moe`.
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class Adapters(NamedTuple):
 
 NONE = Adapters()
 TAKES = "moeblaze_takes_adapters"  # attribute of experts over ranks: whether their forward takes adapters
-_LEFT = "moeblaze_adapters"  # attribute of experts in a call: the wrappers, until they are taken
+_LEFT = "moeblaze_adapters"  # attribute of experts: the wrappers of a call by its thread, until they are taken
 _W1, _W2 = ("gate_up_proj", "up_proj"), ("down_proj",)
 
 
@@ -72,13 +73,13 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
                 got = f"packed ones, {wrapper.num_experts} in number"
                 raise RuntimeError(f"moeblaze: {type(experts).__name__}: expected {expected}, got {got}")
             return own(wrapper, *arguments, **named)
-        left = vars(experts).setdefault(_LEFT, [])
+        left = vars(experts).setdefault(_LEFT, {}).setdefault(threading.get_ident(), [])
         is_outer = not left
         left.append(wrapper)
         try:
             out = wrapper.base_layer(*arguments, **named)
         finally:
-            forgotten = is_outer and vars(experts).pop(_LEFT, None)
+            forgotten = is_outer and vars(experts)[_LEFT].pop(threading.get_ident(), None)
         if forgotten:
             raise RuntimeError(f"moeblaze: {type(experts).__name__}: its forward did not take the adapters of peft")
         return out
@@ -147,7 +148,7 @@ def taken(experts: Any) -> Adapters:
 
 @graph_break
 def _taken(experts: Any) -> Adapters:
-    left = vars(experts).pop(_LEFT)
+    left = vars(experts)[_LEFT].pop(threading.get_ident(), ())
     return Adapters(*(tuple(w for w in left if w.parameter_name in names) for names in (_W1, _W2)))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import threading
 import warnings
 
 import pytest
@@ -269,6 +270,22 @@ def test_versions_of_peft_with_another_layout(calls, sums, monkeypatch):
         falls_back(adapted(made(*QWEN)), calls, sums, "this version of peft is not known")
     finally:
         adapters._reads.cache_clear()
+
+
+def test_threads_that_share_a_model():
+    """One waits within its call of the experts until another one has been in its own."""
+    module = switched(adapted(made(*QWEN)), "moeblaze")
+    experts, given = module.experts.get_base_layer(), inputs()[:3]
+    wanted = module(*given).detach()
+    barrier, found = threading.Barrier(2, timeout=60), []
+    experts.register_forward_pre_hook(lambda *_: (barrier.wait(), None)[1])
+    run = lambda: found.append(module(*given).detach())  # noqa: E731
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and all(torch.equal(out, wanted) for out in found)
 
 
 def test_fake_tensors_do_not_decide_for_later_calls():
