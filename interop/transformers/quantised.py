@@ -89,7 +89,8 @@ def refuse_saving(model: torch.nn.Module, module: Any) -> None:
     """Has `save_pretrained` raise in the models of transformers, within this one, that have the module in them."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and any(inner is module for inner in part.modules()):
-            part.save_pretrained = _no_saving  # a function, not a method, as a copy of the model keeps it
+            # A method would stay that of the first model in its copies.
+            part.save_pretrained = _no_saving  # type: ignore[method-assign]
 
 
 def _no_saving(*_: Any, **__: Any) -> None:
