@@ -47,10 +47,7 @@ def follow_peft(takes: Callable[[Any], bool]) -> None:
             wrappers.forward = _forward_of(wrappers.forward, takes)
             wrappers.merge = _refusing(wrappers.merge, "merge", lambda wrapper: [wrapper])
             wrappers.unmerge = _refusing(wrappers.unmerge, "unmerge", lambda wrapper: [wrapper] * wrapper.merged)
-        models = private.lora_model()
-        if models is not None and not hasattr(models._check_merge_allowed, _LEFT):
-            found = lambda model: (part for part in model.modules() if isinstance(part, private.param_wrapper()))  # noqa: E731
-            models._check_merge_allowed = _refusing(models._check_merge_allowed, "merge", found)
+        private.wrap_merge_check(_LEFT, lambda own: _refusing(own, "merge", _wrappers_in))
 
     def on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         if name == "base_layer":  # as peft calls what it wraps
@@ -115,6 +112,10 @@ def _refusing(own: Callable[..., Any], name: str, wrappers: Callable[[Any], Iter
 
     setattr(method, _LEFT, True)
     return method
+
+
+def _wrappers_in(model: Any) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, private.param_wrapper())]
 
 
 def refuse_merged(function: str, model: torch.nn.Module, modules: Iterable[Any]) -> None:

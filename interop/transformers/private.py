@@ -35,7 +35,6 @@ __all__ = [
     "is_registered",
     "is_swapped",
     "keep_as_loaded",
-    "lora_model",
     "own_parameter",
     "param_wrapper",
     "parameter_names",
@@ -43,6 +42,7 @@ __all__ = [
     "set_quantizer",
     "stand_in",
     "without_modes",
+    "wrap_merge_check",
 ]
 
 Mxfp4HfQuantizer: Any = quantizer_mxfp4.Mxfp4HfQuantizer
@@ -121,9 +121,11 @@ def param_wrapper() -> Any:
     return getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
 
 
-def lora_model() -> Any:
-    """peft's class of models with LoRA, whose `_check_merge_allowed` runs before any merging; None as above."""
-    return getattr(sys.modules.get("peft.tuners.lora.model"), "LoraModel", None)
+def wrap_merge_check(mark: str, wrap: Any) -> None:
+    """Wraps what peft's models with LoRA run before they merge, unless it has the attribute `mark`."""
+    models = getattr(sys.modules.get("peft.tuners.lora.model"), "LoraModel", None)
+    if models is not None and not hasattr(models._check_merge_allowed, mark):
+        models._check_merge_allowed = wrap(models._check_merge_allowed)
 
 
 def activated(wrapper: Any) -> Any:
