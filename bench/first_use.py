@@ -109,8 +109,7 @@ def main(*argv: str) -> None:
     inputs.expect_gpu(parser)
     rows = measured(tuple(map(int, args.cores.split(","))), "cuda", cases.LAYERS[CASE])
     if args.out:
-        record = measure.record(rows=rows)
-        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+        measure.write_record(measure.record(rows=rows), args.out)
     print("\n".join(text(rows)))
 
 

@@ -12,7 +12,6 @@ kernels that make x and the weights e4m3, beside copies of as many bytes.
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import time
@@ -403,7 +402,7 @@ def main(*argv: str) -> None:
     for name in names:
         rows += run(name, args.part, args.window, args.rounds, args.order)
         if args.out:  # after each case, as a run may be cut
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            measure.write_record(record, args.out)
     print("\n".join(text(rows)))
 
 

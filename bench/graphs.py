@@ -7,9 +7,7 @@ round. The orders of rounds change. Medians of rounds, beside the peak memory of
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -76,8 +74,7 @@ def main(*argv: str) -> None:
     inputs.expect_gpu(parser)
     rows = measured(args.calls)
     if args.out:
-        record = measure.record(steps=rows)
-        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+        measure.write_record(measure.record(steps=rows), args.out)
     head = ["size", "step", "q1 us", "median us", "q3 us", "peak MiB"]
     lines = [
         [r["size"], r["step"], *(f"{r[q]:.1f}" for q in measure.QUARTILES), table.number(r["peak_mib"])] for r in rows

@@ -7,9 +7,7 @@ synchronisation separates. The order of the functions changes from round to roun
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -80,8 +78,7 @@ def main(*argv: str) -> None:
     inputs.expect_gpu(parser)
     rows = measured(args.calls)
     if args.out:
-        record = measure.record(microseconds=rows)
-        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+        measure.write_record(measure.record(microseconds=rows), args.out)
     lines = [[name, *(f"{row[q]:.1f}" for q in measure.QUARTILES)] for name, row in rows.items()]
     print("\n".join(table.aligned([["microseconds of a call", "q1", "median", "q3"], *lines], 1)))
 

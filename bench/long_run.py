@@ -7,7 +7,6 @@ deterministic algorithms, as atomics in torch's attention or embedding would cha
 """
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -123,7 +122,7 @@ def main(*argv: str) -> None:
             record[name] = part(s, args.arm, data, device, count)
             record[name]["seconds"] = time.perf_counter() - began
             if args.out:  # what there is, should the next one fail
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+                measure.write_record(record, args.out)
     finally:
         torch.use_deterministic_algorithms(False)
     print(f"{record['repeated']['equal']} of {args.repeats} repeats gave the same bits")

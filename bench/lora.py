@@ -11,7 +11,6 @@ is that of torch's allocator, with the results. The times of kernels are of a fe
 
 import argparse
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -207,7 +206,7 @@ def main(*argv: str) -> None:
         rows += measured(case)
         measure.release()
         if args.out:  # after each case, as a run may be cut
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            measure.write_record(record, args.out)
     print("\n".join(text(rows)))
 
 

@@ -11,6 +11,7 @@ of the first event in each round (`lead`), behind which their launch hides.
 import ctypes
 import functools
 import gc
+import json
 import platform
 import random
 import shutil
@@ -332,6 +333,10 @@ def commit() -> str:
 def record(**body) -> dict:
     """Returns a record: its machine, its commit, and the body."""
     return {"machine_info": environment(), "commit_info": {"id": commit()}, **body}
+
+
+def write_record(record: dict, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
 
 
 PEER_PACKAGES = (

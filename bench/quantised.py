@@ -11,7 +11,6 @@ are timed. Windows of calls back to back follow one another in random order.
 
 import argparse
 import functools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,7 +150,7 @@ def main(*argv: str) -> None:
             record["passes"] += passes(case, L, *how)
         measure.release()
         if args.out:  # after each case, as a run may be cut
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            measure.write_record(record, args.out)
     print("\n".join(text(record)))
 
 

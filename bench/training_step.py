@@ -9,7 +9,6 @@ steps that do not.
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -144,7 +143,7 @@ def main(*argv: str) -> None:
 
     def write() -> None:  # after each part, as a run may be cut
         if args.out:
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            measure.write_record(record, args.out)
 
     for arm in args.arm:
         rows.append({"arm": arm, "peak_mib": peak_mib(s, arm, data)})

@@ -4,11 +4,9 @@ python -m bench.variants --rule clusters --rule split_k --case dsv3,one_expert -
 """
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -135,8 +133,7 @@ def main(*argv: str) -> None:
     names = cases.select(args.case, "one_expert")
     rows = run(args.rule or list(RULES), names, args.order, args.accumulate, args.gate_up)
     if args.out:
-        record = measure.record(rows=rows)
-        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+        measure.write_record(measure.record(rows=rows), args.out)
     print("\n".join(text(rows)))
 
 

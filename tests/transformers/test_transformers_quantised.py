@@ -335,6 +335,17 @@ def expect(error, message):
     return pytest.raises(error, match=re.escape(message))
 
 
+def expect_refusals_by_implementation(model, other):
+    """Packed experts run neither by transformers' own implementation `other` nor with products in e4m3."""
+    model.set_experts_implementation(other)
+    with expect(RuntimeError, "moeblaze: experts_implementation: expected a name of `register` for packed experts; "):
+        model(tokens())
+    backend.register("moeblaze_fp8", precision="fp8")
+    model.set_experts_implementation("moeblaze_fp8")
+    with expect(ValueError, "moe: precision: expected None with QuantizedWeight, got 'fp8'"):
+        model(tokens())
+
+
 def test_messages(tmp_path):
     model, first = tiny("qwen3_moe", "moeblaze", **SIZES).bfloat16(), NAMES[0]
     with expect(ValueError, "pack_experts: format: expected one of None, 'mxfp4', 'nf4', 'e4m3', 'int8', got 'fp4'"):
@@ -363,13 +374,7 @@ def test_messages(tmp_path):
     with expect(ValueError, "moeblaze: Qwen3MoeExperts.gate_up_proj: expected a frozen weight, as it is packed"):
         model(tokens())
     experts.gate_up_proj.requires_grad_(False)
-    model.set_experts_implementation("eager")
-    with expect(RuntimeError, "moeblaze: experts_implementation: expected a name of `register` for packed experts; "):
-        model(tokens())
-    backend.register("moeblaze_fp8", precision="fp8")
-    model.set_experts_implementation("moeblaze_fp8")
-    with expect(ValueError, "moe: precision: expected None with QuantizedWeight, got 'fp8'"):
-        model(tokens())
+    expect_refusals_by_implementation(model, "eager")
     with expect(ValueError, f"quantize_weights: {first}: expected experts in floats, got packed ones"):
         backend.quantize_weights(model)
     for part in (model, copy.deepcopy(model), model.model):
@@ -387,14 +392,7 @@ ONE = ("num_experts", "num_local_experts", "num_experts_per_tok")
 
 def test_adapters_on_packed_experts_that_do_not_take_them():
     """Errors are those without adapters. A single expert, a plain matrix to peft, has its own."""
-    model = adapted(both("qwen3_moe", "nf4")[0])
-    model.set_experts_implementation("grouped_mm")
-    with expect(RuntimeError, "moeblaze: experts_implementation: expected a name of `register` for packed experts; "):
-        model(tokens())
-    backend.register("moeblaze_fp8", precision="fp8")
-    model.set_experts_implementation("moeblaze_fp8")
-    with expect(ValueError, "moe: precision: expected None with QuantizedWeight, got 'fp8'"):
-        model(tokens())
+    expect_refusals_by_implementation(adapted(both("qwen3_moe", "nf4")[0]), "grouped_mm")
     single = adapted(both("qwen3_moe", "nf4", **dict.fromkeys(ONE, 1))[0])
     with expect(RuntimeError, "moeblaze: Qwen3MoeExperts: expected experts in floats, or several and a known version"):
         single(tokens())
