@@ -449,5 +449,5 @@ def test_torch_module():
     assert "weights_on='input', identity_experts=3" in repr(module)
     with pytest.raises(ValueError, match=r"^MoE: identity_experts: expected 0 to 4092, got 4093$"):
         interop().MoE(6, 7, 4, 2, identity_experts=4093)
-    with pytest.raises(TypeError, match=r"^moe: token_offsets: expected a torch tensor, got <class 'list'>$"):
+    with pytest.raises(TypeError, match=r"^moe: token_offsets: expected a torch tensor, got <class 'list'>; torch"):
         interop().moe(x, ids, weights, w1, w2, token_offsets=[0, 1])
