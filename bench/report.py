@@ -20,7 +20,7 @@ from bench import (
     transformers_report,
 )
 from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, title
-from bench.table import PASSES, number
+from bench.table import PASSES, number, span
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results.md"
@@ -101,7 +101,19 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
             entry = entries.get((case, order, name))
             cells.append(f"{ms(entry[what])} ({ratio(entry.get(f'{what}_ratio'))})" if entry else "-")
         rows.append(cells)
-    return ["", f"### {heading}, ms (times the bound)", *table(head, rows)]
+    return ["", f"### {heading}, calls back to back, ms (times the bound)", *table(head, rows)]
+
+
+def single_calls(records: Records) -> list[str]:
+    """How long a single call of this package takes beside calls back to back."""
+    found = [entry for (_, _, name), entry in records.entries().items() if name == "moeblaze"]
+    spans = [
+        span(entry[what] / entry[f"{what}_back_to_back"] for entry in found if f"{what}_back_to_back" in entry)
+        for what in ("forward", "forward_backward")
+        if any(f"{what}_back_to_back" in entry for entry in found)
+    ]
+    about = "A single call of `moeblaze` takes {} times as long as one of these forward, {} times with backward."
+    return ["", about.format(*spans), ""] if len(spans) == 2 else []
 
 
 def shapes_section(records: Records) -> list[str]:
@@ -117,14 +129,14 @@ def shapes_section(records: Records) -> list[str]:
 
 def peer_section(records: Records) -> list[str]:
     found = beside_peers(records)
+    shown = (*(what for what in PASSES if what.endswith("back_to_back")), "peak")
     rows = [
-        [case, title(name), *(ratio(found[case, name].get(what)) for what in (*PASSES, "peak"))]
+        [case, title(name), *(ratio(found[case, name].get(what)) for what in shown)]
         for case in cases.LAYERS
         for name in TITLES
         if (case, name) in found
     ]
-    times = ("forward", "forward and backward", "forward, back to back", "forward and backward, back to back")
-    return table(["case", "layer", *times, "our peak over its"], rows) if rows else []
+    return table(["case", "layer", "forward", "forward and backward", "our peak over its"], rows) if rows else []
 
 
 def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], list[str], list[str]]:
@@ -157,16 +169,14 @@ def power_section(records: Records) -> list[str]:
 
 
 def error_section(records: Records) -> list[str]:
-    """Relative errors in thousandths: this package's, and the composition's of torch operations."""
+    """Relative errors in thousandths, least to greatest of the cases: this package's, and those of torch operations."""
+    entries, shown, named = _with(records, "errors")
     lines = []
-    entries, _, named = _with(records, "errors")
-    for case in named:
-        others = [n for n in ("torch_grouped_mm", "torch_routed") if (case, n) in entries][:1]
-        for name in ("moeblaze", *others):
-            errors = entries.get((case, name), {}).get("errors")
-            if errors:
-                lines.append([case, title(name), *(f"{1e3 * errors[n]:.2f}" for n in cases.RESULTS)])
-    head = ["case", "provider", "out", *(f"gradient of {name}" for name in cases.RESULTS[1:])]
+    for name in (n for n in shown if n in ("moeblaze", "torch_grouped_mm", "torch_routed")):
+        of_case = [entries[case, name]["errors"] for case in named if (case, name) in entries]
+        spans = (span(1e3 * errors[result] for errors in of_case) for result in cases.RESULTS)
+        lines.append([title(name), str(len(of_case)), *spans])
+    head = ["provider", "layers", "out", *(f"gradient of {name}" for name in cases.RESULTS[1:])]
     return table(head, lines) if lines else []
 
 
@@ -234,7 +244,7 @@ def memory_section(records: Records) -> list[str]:
 
 
 def table2_section(records: Records) -> list[str]:
-    """Time and memory of the default policy beside what the paper prints."""
+    """Time of a single call and memory of the default policy beside what the paper prints, which is h = 256 alone."""
     entries = records.entries()
     memory_rows = {(r["case"], r["provider"]): r for r in records.rows("memory")}
     rows = []
@@ -243,10 +253,9 @@ def table2_section(records: Records) -> list[str]:
         printed = {p.system: p for p in case.paper}
         kept, torchs = (memory_rows.get((name, provider), {}) for provider in sorted(IN_TABLE2))
         measured = entries.get((name, "transposed", "moeblaze"), {}).get("forward_backward", kept.get("seconds"))
-        if measured is None:
+        if measured is None or not printed:
             continue
-        nothing = cases.Paper("Table 2", "")  # it prints h = 256 alone
-        blaze, block = (printed.get(system, nothing) for system in ("MoEBlaze", "MegaBlocks"))
+        blaze, block = (printed[system] for system in ("MoEBlaze", "MegaBlocks"))
         cells = [name, ms(measured), printed_ms(blaze.time_ms), block.note or printed_ms(block.time_ms)]
         cells += [saved_peak(row) for row in (kept, torchs)]
         rows.append([*cells, mib(blaze.memory_mb), block.note or mib(block.memory_mb)])
@@ -274,22 +283,18 @@ def dispatch_section(records: Records) -> list[str]:
 
 
 def kernel_section(records: Records) -> list[str]:
-    """A row per case and product: ms and times cuBLAS in both memory orders, of the first also TFLOP/s and share of the
-    roofline."""
-    orders = ("transposed", "row")
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for row in records.rows("grouped_gemm"):
-        if row["provider"] == "moeblaze" and row["rows"] == "gathered":
-            cells = [ms(row["seconds"]), ratio(row.get("times_bound"))]
-            if row["order"] == orders[0]:
-                cells += [number(row.get("tflops")), ratio(row.get("share_of_roofline"))]
-            found.setdefault((row["case"], row["kernel"]), {})[row["order"]] = cells
+    """A row per case and product, weights as transformers stores them, and what the other memory order costs."""
+    rows = [r for r in records.rows("grouped_gemm") if (r["provider"], r["rows"]) == ("moeblaze", "gathered")]
+    order = {(r["case"], r["kernel"]): r["seconds"] for r in rows if r["order"] == "row"}
+    shown = [r for r in rows if r["order"] == "transposed"]
     lines = [
-        [*key, *by_order.get(orders[0], ["-"] * 4), *by_order.get(orders[1], ["-"] * 2)]
-        for key, by_order in found.items()
-    ]
-    head = ["ms", "times cuBLAS", "TFLOP/s", "of roofline", "row-major, ms", "row-major, times cuBLAS"]
-    return table(["case", "kernel", *head], lines)
+        [r["case"], r["kernel"], ms(r["seconds"]), ratio(r.get("times_bound")), number(r.get("tflops")),
+         ratio(r.get("share_of_roofline"))]
+        for r in shown
+    ]  # fmt: skip
+    both = [order[key] / r["seconds"] for r in shown if (key := (r["case"], r["kernel"])) in order]
+    about = ["", f"With row-major weights a product takes {span(both)} times as long."] if both else []
+    return [*about, *table(["case", "kernel", "ms", "times cuBLAS", "TFLOP/s", "of roofline"], lines)]
 
 
 def gather_section(records: Records) -> list[str]:
@@ -309,8 +314,8 @@ def small_section(records: Records, group: str) -> list[str]:
     for row in records.rows(group):
         if row["provider"] != "copy":
             words = [row["case"], row.get("kernel") or row["pass"], title(row["provider"])]
-            lines.append([*words, us(row["seconds"]), ratio(row.get("times_bound")), number(row.get("gb_per_s"))])
-    return table(["case", "pass", "provider", "µs", "times copy", "GB/s"], lines)
+            lines.append([*words, us(row["seconds"]), ratio(row.get("times_bound"))])
+    return table(["case", "pass", "provider", "µs", "times copy"], lines)
 
 
 def router_section(records: Records) -> list[str]:
@@ -331,18 +336,15 @@ def selection_section(records: Records) -> list[str]:
 
 def experts_section(records: Records) -> list[str]:
     """What activations, biases and interleaved columns cost beside the layer without them."""
-    lines = []
-    for row in records.rows("experts"):
-        names = ("times_bound", "times_base", "back_to_back_times_bound", "back_to_back_times_base")
-        found = [ratio(row.get(name)) for name in names]
-        back_to_back = ms(row["back_to_back_ms"] / 1e3) if "back_to_back_ms" in row else "-"
-        what = row["pass"].replace("_", " + ")
-        line = [row["case"], title(row["provider"]), what, ms(row["seconds"]), *found[:2], back_to_back, *found[2:]]
-        lines.append(line)
+    lines = [
+        [row["case"], title(row["provider"]), row["pass"].replace("_", " + "), ms(row["back_to_back_ms"] / 1e3),
+         *(ratio(row.get(f"back_to_back_times_{base}")) for base in ("bound", "base"))]
+        for row in records.rows("experts")
+        if "back_to_back_ms" in row
+    ]  # fmt: skip
     about = "The base is the layer with swiglu, for relu2 with relu. gpt_oss: swiglu_oai, biases, interleaved columns."
-    ratios = ["times bound", "times base"]
-    header = ["case", "layer", "pass", "ms", *ratios, "back to back, ms", *ratios]
-    return ["", about, *table(header, lines)]
+    head = ["case", "layer", "pass", "ms", "times bound", "times base"]
+    return ["", "Calls are back to back, with row-major weights.", about, *table(head, lines)]
 
 
 def ablation_section(records: Records) -> list[str]:
@@ -365,8 +367,8 @@ INTRODUCTION = """How to read the tables:
 - `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`).
 - Weights are in transformers' memory order, unless a column says row-major. The router is not in a layer's time.
 - Times are medians of device time. Ratios compare rows of one run. The bound shown is that of moeblaze's run.
-- For a single call of a layer, the benchmark records two events and waits, so the time includes the host's share.
-  "Back to back" is the mean of calls that are enqueued without waiting.
+- "Back to back" is the mean of calls that are enqueued without waiting. Table 2, skewed routing and the ablation are of
+  single calls: the benchmark records two events and waits, so the time includes the host's share.
 - Saved is what is kept for backward. The peak is that of the pass. Parameters, gradients and x are in neither.
 - A dash means: not run. torch's layer fails if its first product has more than 2^31 elements.
 
@@ -377,8 +379,9 @@ ten times the time of its Table 2 for the same shape."""
 
 
 ERRORS = f"""The norm of the difference over the norm of the reference. The reference is the layer in float64 from the
-same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tokens, samples of both). It is compared
-with the composition of bf16 torch operations over a routed buffer."""
+same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tokens, samples of both). Beside this layer
+stands the composition of bf16 torch operations over a routed buffer. Cells are the least and the greatest of the
+layers."""
 PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
 other's. Both were measured in one run on the same weights in transformers' memory order."""
 POWER = """NVML's mean over the second of calls. Cases in which all draw at least 95% of the card's limit are left out:
@@ -398,10 +401,9 @@ def results(records: Records) -> str:
     groups = {row["group"] for record in records.by_name.values() for row in record["benchmarks"]}
     lines = ["# Results", "", *summary.overview(records), "", INTRODUCTION]
     lines += ["", "## Layer", "", "![Time over the bound](time_over_bound.svg)", *shapes_section(records)]
-    lines += layer_section(records, "forward_backward_back_to_back", "Forward and backward, calls back to back")
-    lines += layer_section(records, "forward_back_to_back", "Forward, calls back to back")
-    lines += layer_section(records, "forward_backward", "Forward and backward")
-    lines += layer_section(records, "forward", "Forward")
+    lines += layer_section(records, "forward_backward_back_to_back", "Forward and backward")
+    lines += layer_section(records, "forward_back_to_back", "Forward")
+    lines += single_calls(records)
     lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
     lines += ["", "![Memory kept for backward and at the peak](memory.svg)", *layer_memory(records)]
     lines += ["The last column is by formula, for a layer that recomputes nothing."]
