@@ -1,5 +1,7 @@
 """Skips `gpu` tests where there is no GPU, and fills what the kernels are to write with NaN first."""
 
+import atexit
+import gc
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: each with one thread, before NumPy starts its own
@@ -11,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.cuda import loader, runtime
-from tests import markers
+from tests import environment, markers
 
 # How long an example takes says nothing on a machine that has other work.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -49,6 +51,23 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_configure(config):
     markers.leave_out_long(config)
+
+
+def pytest_ignore_collect(collection_path, config):
+    file = collection_path.relative_to(environment.ROOT).as_posix()
+    return True if markers.has_no_test_of(config.option.markexpr, file) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """A collection of garbage passes over modules and tests, which are many and stay until the process ends."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -13,11 +13,14 @@ CASES = {
     "tests/cuda/test_compile.py": (0, 0),
     "tests/cuda/test_compile.py::test_a_missing_macro_is_an_error_that_names_it": (1, 0),
     "tests/cuda/test_compile.py::test_hopper_takes_hoppers_kernels": (1, 0),
-    "tests/cuda/test_launch_limits.py": (3, 3),
+    "tests/cuda/test_launch_config.py::test_dispatch_of_any_size_with_99_kib_of_shared_memory": (ALL, 0),
+    "tests/cuda/test_launch_limits.py": (3, 1),
     "tests/cuda/test_loader.py::test_a_program_that_ends_compiles_nothing_more": (ALL, 0),
     "tests/cuda/test_loader.py::test_all_variants_of_a_source_are_given_the_same_macros": (ALL, 0),
     "tests/cuda/test_loader.py::test_names_tell_variants_apart": (ALL, 0),
     "tests/cuda/test_loader.py::test_variants_are_those_the_layer_launches": (4, 1),
+    "tests/cuda/test_loader.py::test_a_digest_follows_a_source_and_what_it_includes": (ALL, 0),
+    "tests/cuda/test_loader.py::test_import_takes_less_than_0_4_seconds": (ALL, 0),
     "tests/cuda/test_overlapping_launch.py": (ALL, 0),
     "tests/cuda/test_runtime.py": (ALL, 1),
     "tests/cuda/test_runtime.py::test_a_second_call_asks_for_what_the_first_did": (1, 0),
@@ -40,6 +43,10 @@ CASES = {
     "tests/parallel/test_rank_processes.py::test_a_case_fails_alone": (ALL, 0),
     "tests/quantised/test_decode.py::test_machine_code_keeps_denormals_and_stores_16_bytes": (ALL, 0),
     "tests/quantised/test_encode.py::test_machine_code_keeps_denormals": (ALL, 0),
+    "tests/quantised/test_layer_quantised.py::test_a_captured_call_decodes_for_itself": (ALL, 0),
+    "tests/quantised/test_layer_quantised.py::test_another_stream_has_memory_of_its_own": (ALL, 0),
+    "tests/quantised/test_layer_quantised.py::test_on_the_emulator": (ALL, 2),
+    "tests/quantised/test_layer_quantised.py::test_two_layers_in_turn": (ALL, 1),
     "tests/quantised/test_torch_quantised.py::test_compiled_code_calls_it_between_graphs": (ALL, 0),
     "tests/reference/test_reference.py": (ALL, 8),
     "tests/reference/test_reference.py::test_dispatch_equals_stable_sort_for_any_ids": (ALL, 0),
@@ -51,6 +58,8 @@ CASES = {
     "tests/selection/test_device_code_selection.py": (1, 0),
     "tests/startup/test_run.py::test_launchers": (2, 0),
     "tests/startup/test_run.py::test_which_models_get_the_layer": (ALL, 0),
+    "tests/startup/test_run.py::test_exit_status": (ALL, 1),
+    "tests/startup/test_run.py::test_the_command_gets_its_own_words": (ALL, 0),
     "tests/startup/test_trainers.py": (1, 0),
     "tests/test_accuracy.py": (1, 0),
     "tests/test_accuracy.py::test_the_record_has_every_provider_kind_and_seed": (0, 0),
@@ -60,6 +69,12 @@ CASES = {
     "tests/test_bench_command.py": (ALL, 0),
     "tests/test_bench_lora.py": (ALL, 0),
     "tests/test_bench_parallel.py": (0, 0),
+    "tests/test_checks.py::test_a_missing_torch_is_named_with_the_line_that_installs_it": (ALL, 1),
+    "tests/test_checks.py::test_the_environment_asks_for_the_check_of_ids": (ALL, 1),
+    "tests/test_dlpack.py::test_jax": (ALL, 0),
+    "tests/test_dlpack.py::test_jax_inside_its_transforms": (ALL, 0),
+    "tests/test_dlpack.py::test_jax_of_every_dtype": (ALL, 0),
+    "tests/test_dlpack.py::test_jax_of_other_dtypes_is_refused": (ALL, 0),
     "tests/test_emulator.py": (ALL, 0),
     "tests/test_emulator_sm90.py": (ALL, 0),
     "tests/test_examples.py": (ALL, 0),
@@ -74,7 +89,13 @@ CASES = {
     "tests/test_train.py::test_first_steps_of_the_default_run_learn": (0, 0),
     "tests/tools/test_cli.py": (ALL, 1),
     "tests/tools/test_cli.py::test_compile_compiles_what_the_layer_launches": (4, 0),
+    "tests/tools/test_cli.py::test_a_reader_that_leaves_is_no_error": (ALL, 0),
+    "tests/tools/test_cli.py::test_closed_streams": (ALL, 0),
+    "tests/tools/test_cli.py::test_help_names_every_command": (ALL, 0),
+    "tests/tools/test_cli.py::test_info_with_a_broken_cupy": (ALL, 0),
+    "tests/tools/test_cli.py::test_no_command_prints_the_help": (ALL, 0),
     "tests/tools/test_memory.py": (ALL, 6),
+    "tests/torch/test_balancing_torch.py::test_losses_compile_to_one_graph": (ALL, 0),
     "tests/torch/test_compile_torch.py": (1, 0),
     "tests/torch/test_compile_torch.py::test_inductor_overwrites_what_was_saved_without_a_copy": (0, 0),
     "tests/torch/test_compile_torch.py::test_two_backwards_of_compiled_code": (0, 0),
@@ -82,6 +103,7 @@ CASES = {
     "tests/torch/test_sharded_torch.py": (1, 0),
     "tests/torch/test_sharded_torch.py::test_sharded_training_equals_that_of_one_process": (0, 0),
     "tests/torch/test_torch.py": (4, 1),
+    "tests/torch/test_torch.py::test_a_step_loads_nothing_of_torchs_compiler": (ALL, 0),
     "tests/torch/test_torch_fp8.py": (2, 0),
     "tests/torch/test_torch_fp8_operators.py": (2, 0),
     "tests/torch/test_torch_lora.py::test_compiled_code_calls_it_between_graphs": (ALL, 0),
@@ -109,6 +131,12 @@ def leave_out_long(config):
     """Where the call names neither a path nor markers."""
     if not config.option.markexpr and config.args_source != config.ArgsSource.ARGS:
         config.option.markexpr = "not long"
+
+
+def has_no_test_of(call: str, file: str) -> bool:
+    """Whether the markers of a call leave out all of a file, which then need not be imported."""
+    of_file = [not_slow for name, (_, not_slow) in CASES.items() if name.partition("::")[0] == file]
+    return call == "not slow" and file in CASES and not any(of_file)
 
 
 def mark(items):

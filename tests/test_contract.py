@@ -69,9 +69,11 @@ MODULES = {module_name(path): path for folder in FOLDERS for path in sorted((ROO
 KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu*"))
 
 
-@functools.cache
+parsed = functools.cache(ast.parse)
+
+
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return parsed(path.read_text())
 
 
 def imports_of(path: Path) -> list[str]:
@@ -200,7 +202,7 @@ def private_uses(tree: ast.AST) -> list[str]:
 
 def other_private_names(module: str, text: str) -> list[str]:
     """The private names in a module's text that neither it nor a module that it imports defines."""
-    trees = [ast.parse(text), *(tree_of(MODULES[other]) for other in imported_modules(MODULES[module]))]
+    trees = [parsed(text), *(tree_of(MODULES[other]) for other in imported_modules(MODULES[module]))]
     own = set().union(*map(private_definitions, trees))
     return [name for name in private_uses(trees[0]) if name not in own]
 
@@ -466,7 +468,8 @@ def entries(text: str) -> dict[str, list[str]]:
 def test_kernels_take_one_struct_whose_fields_have_comments(kernel):
     """Those of pointers and tensor maps say shape, dtype and direction."""
     found = entries(kernel.read_text())
-    text = "".join(path.read_text() for path in KERNELS if path.name in structs.included(kernel.name))
+    included = structs.included(kernel.name)
+    text = "".join(path.read_text() for path in KERNELS if path.name in included)
     assert found
     for declarations in found.values():
         (declaration,) = declarations if "<" not in declarations[0] else [", ".join(declarations)]

@@ -1,6 +1,7 @@
 """Kernel sources to kernels: which constants a step compiles with, what names a build, what is compiled when."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -144,6 +145,7 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     assert set(hopper.macros) - set(portable.macros) == {("WGMMA", "wgmma_fp16"), *constants}
 
 
+@functools.cache
 def every_variant():
     """Variants of every source, with every option of the products and the router's that differ most."""
     found = all_variants.variants(
