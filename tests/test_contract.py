@@ -248,6 +248,24 @@ def public_functions():
     return {name: f for name, f in functions.items() if not name.rpartition(".")[2].startswith("_")}
 
 
+@pytest.mark.parametrize(
+    "module", ["__init__", *(f"interop.{n}" for n in ("torch", "transformers", "parallel", "fsdp"))]
+)
+def test_the_page_of_the_api_names_everything_public(module):
+    """In the table that a reader of the file sees, and in what makes the page as HTML. Constants have no docstring."""
+    (names,) = (ast.literal_eval(n.value) for n in tree_of(MODULES[module]).body if is_assigned(n, "__all__"))
+    page = (ROOT / "docs" / "api.md").read_text()
+    called = "moeblaze_cupy" if module == "__init__" else f"moeblaze_cupy.{module}"
+    section = next((part for part in page.split("\n## ") if f"| `{called}`" in part), page)
+    assert [name for name in names if not re.search(rf"^\| `(\S+\.)?{name}` \| \w", section, re.MULTILINE)] == []
+    listed = re.findall(r"^\.\. auto(?:class|function):: (?:\S+\.)?(\w+)$", section, re.MULTILINE)
+    assert [name for name in names if name not in listed and not name.isupper()] == []
+
+
+def is_assigned(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == [name]
+
+
 @pytest.mark.parametrize("name", public_functions())
 def test_public_functions_have_docstrings(name):
     assert inspect.getdoc(public_functions()[name])
