@@ -1,7 +1,7 @@
 """The language model of examples/ in docs/results.md: final losses by arm, whole training steps, the long run.
 
 bench/records/language_model/ has a folder per size with the results that examples/language_model.py writes, and the
-records of bench.training_step and bench.long_run.
+records of bench.training_step, bench.long_run and bench.fine_tuning.
 """
 
 import json
@@ -21,10 +21,16 @@ ARMS = {
     "save_fp8": "moeblaze-cupy, save fp8",
     "fp8": "moeblaze-cupy, products in fp8",
 }
+EAGER = "eager"  # of bench.fine_tuning
+TUNED_HEAD = ["experts", "loss before", "seeds", "held-out loss, mean", "range", "minus eager, mean", "range"]
 ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained on sources and documentation of Python
 and its packages. Whole files are held out. Arms of one seed start from the same weights, see the same batches, and
 differ only in the experts. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed:
 the last columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
+TUNED = """The same model, trained on Python sources alone. Its weights are then frozen, and factors of rank {rank}
+beside all experts are trained on C and C++ headers, {steps} steps of {tokens:,} bytes. "eager" computes expert by
+expert in torch. "W + BA" makes these weights in every step. "fused" hands the factors to the layer, whose experts are
+in bf16, or packed as the row says. Arms of one seed start from the same factors and see the same batches."""
 STEPS = """Forward, loss, backward and AdamW with float32 main weights, one arm after another in one process. Peak
 memory includes weights and optimizer. The largest batch counts sequences of 1,024 bytes. Speed is the median of windows
 of steps back to back. The order of the arms changes from round to round."""
@@ -44,17 +50,27 @@ def _record(name: str) -> dict | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def loss_rows(found: dict[str, list[dict]]) -> list[list[str]]:
+def loss_rows(found: dict[str, list[dict]], baseline: str = BASELINE) -> list[list[str]]:
     """Cells: arm, seeds, mean loss, its range, mean difference from the baseline's same seeds, its range."""
-    base = {r["seed"]: r["held_out_loss"] for r in found.get(BASELINE, [])}
+    base = {r["seed"]: r["held_out_loss"] for r in found.get(baseline, [])}
     rows = []
     for arm, results in found.items():
         losses = [r["held_out_loss"] for r in results]
         apart = [r["held_out_loss"] - base[r["seed"]] for r in results if r["seed"] in base]
         cells = [f"{mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}"]
         cells += [f"{mean(apart):+.4f}", f"{min(apart):+.4f} to {max(apart):+.4f}"] if apart else ["-", "-"]
-        rows.append([ARMS[arm], str(len(results)), *cells])
+        rows.append([ARMS.get(arm, arm), str(len(results)), *cells])
     return rows
+
+
+def tuned_rows(record: dict) -> list[list[str]]:
+    """Cells of TUNED_HEAD. The loss before is that of the arm's frozen experts, which no seed changes."""
+    found: dict[str, list[dict]] = {}
+    for run in record["runs"]:
+        found.setdefault(run["arm"], []).append(run)
+    before = {arm: results[0]["history"][0]["held_out"] for arm, results in found.items()}
+    rows = zip(before.values(), loss_rows(found, EAGER), strict=True)
+    return [[arm, f"{loss:.4f}", *cells] for loss, (arm, *cells) in rows]
 
 
 def step_rows(record: dict) -> list[list[str]]:
@@ -124,6 +140,10 @@ def section(table) -> list[str]:
             STEPS,
             *table(head, step_rows(step)),
         ]
+    if tuned := _record("fine_tuning"):
+        s = tuned["settings"]
+        about = TUNED.format(rank=tuned["rank"], steps=s["steps"], tokens=s["B"] * s["T"])
+        lines += ["", "### Fine-tuning with low-rank factors", "", about, *table(TUNED_HEAD, tuned_rows(tuned))]
     if long := _record("long_run"):
         repeated, collapsing = long["repeated"], long["collapsing"]
         history = collapsing["history"]

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,20 +46,20 @@ def default_folders() -> list[Path]:
     return [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
-def _by_name(folders: Iterable[Path]) -> list[Path]:
-    """Text files below the folders, each once, in the order of a hash of their names: a mixture of all packages."""
+def _by_name(folders: Iterable[Path], suffixes: Collection[str]) -> list[Path]:
+    """Files below the folders, each once, in the order of a hash of their names: a mixture of all packages."""
     found: dict[Path, bytes] = {}
     for folder in folders:
         for parent, _, names in os.walk(folder):
             for name in names:
                 path = Path(parent, name)
-                if path.suffix in SUFFIXES and path not in found:
+                if path.suffix in suffixes and path not in found:
                     found[path] = hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
     return sorted(found, key=lambda path: (found[path], path))
 
 
-def load(folders: Iterable[Path], limit: int) -> Corpus:
-    """All text files below the folders, or as many as `limit` bytes hold; no more than these are read.
+def load(folders: Iterable[Path], limit: int, suffixes: Collection[str] = SUFFIXES) -> Corpus:
+    """All files of these suffixes below the folders, or as many as `limit` bytes hold; no more than these are read.
 
     Whole files are held out, by a hash of their bytes: whether a file is does not depend on what else is there.
     Raises ValueError where there is too little text to hold anything out.
@@ -67,7 +67,7 @@ def load(folders: Iterable[Path], limit: int) -> Corpus:
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     seen: set[bytes] = set()
     total, digest = 0, hashlib.sha256()
-    for path in _by_name(folders):
+    for path in _by_name(folders, suffixes):
         try:
             if path.is_symlink() or not FILE_BYTES[0] <= path.stat().st_size <= FILE_BYTES[1]:
                 continue

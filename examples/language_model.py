@@ -78,6 +78,12 @@ def activate(first):
     return F.silu(gate) * up
 
 
+def chosen(logits, k):
+    """Weights and experts (L, k) by torch: the k largest logits, their softmax over their sum."""
+    weights, ids = logits.softmax(1).topk(k, dim=1)
+    return weights / weights.sum(1, keepdim=True), ids
+
+
 def experts_in_turn(x, ids, weights, w1, w2):
     """(L, d) by a loop over the experts, in the inputs' dtype."""
     flat = ids.reshape(-1)
@@ -113,19 +119,21 @@ class Experts(torch.nn.Module):
 
     def forward(self, x):
         tokens = x.reshape(-1, x.shape[-1])
-        logits = F.linear(tokens.float(), self.router.float())
+        logits, E = F.linear(tokens.float(), self.router.float()), len(self.router)
+        out, ids = self.mixed(tokens, logits)
+        slots = ids.reshape(-1, 1) == torch.arange(E, device=x.device)  # bincount would wait for the GPU
+        load = slots.sum(0) / ids.numel()
+        self.balance = E * (load * logits.softmax(1).mean(0)).sum()
+        return out.view_as(x)
+
+    def mixed(self, tokens, logits):
+        """The experts' weighted sum (L, d), and the experts (L, k) that the logits (L, E) choose."""
         w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)
         if self.arm in OURS:
             weights, ids = route(logits, self.k)
-            out = moe(tokens, ids, weights, w1, w2, **OURS[self.arm])
-        else:
-            weights, ids = logits.softmax(1).topk(self.k, dim=1)
-            weights = weights / weights.sum(1, keepdim=True)
-            out = (experts_in_turn if self.arm == "fp32" else experts_grouped)(tokens, ids, weights, w1, w2)
-        slots = ids.reshape(-1, 1) == torch.arange(len(w1), device=x.device)  # bincount would wait for the GPU
-        load = slots.sum(0) / ids.numel()
-        self.balance = len(w1) * (load * logits.softmax(1).mean(0)).sum()
-        return out.view_as(x)
+            return moe(tokens, ids, weights, w1, w2, **OURS[self.arm]), ids
+        weights, ids = chosen(logits, self.k)
+        return (experts_in_turn if self.arm == "fp32" else experts_grouped)(tokens, ids, weights, w1, w2), ids
 
 
 def rotate(x):
