@@ -6,6 +6,10 @@ BEFORE is the folder of another checkout; the other side is this one. Each side 
 the inputs of one case, and both make the same bits. Windows of calls back to back follow one another in random order,
 as the power limit lets the clock swing once a second; differences of a percent take windows that span a swing. A ratio
 is that of the medians over all windows but the first.
+
+Host times also differ from process to process of one checkout, by where its objects lie. So they are those of several
+pairs of processes, one after another. A row has the medians over the pairs, and the least and the greatest ratio of a
+pair: where 1 lies between these, the checkouts do not differ by what can be told.
 """
 
 import argparse
@@ -15,13 +19,13 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW_SECONDS = 0.3
 ROUNDS = 7
-HOST_CALLS = 100
+PAIRS, HOST_ROUNDS, HOST_CALLS = 5, 11, 100  # of processes, windows of each function in a pair, calls of a window
 
 
 def module_of(*names: str):
@@ -119,7 +123,7 @@ class Worker:
         from bench import host_time
 
         self.free()
-        self.calls = host_time.functions("cuda")
+        self.calls = host_time.functions("cuda" if self.measure.has_gpu() else "cpu")
         for call in self.calls.values():
             for _ in range(20):
                 call()
@@ -137,18 +141,19 @@ class Worker:
         """MiB of torch's allocator in a call, without its results; the call has run before."""
         return self.measure.peak_mib(lambda: _tensors(self.calls[name]()))
 
-    def host_window(self, name: str, _: float) -> float:
-        """Host seconds of a call that does not wait for the GPU."""
+    def host_window(self, name: str, calls: int) -> float:
+        """Host seconds of one of so many calls that do not wait for the GPU."""
         import time
 
         import torch
 
-        torch.cuda.synchronize()
+        wait = torch.cuda.synchronize if self.measure.has_gpu() else lambda: None
+        wait()
         call, start = self.calls[name], time.perf_counter()
-        for _ in range(HOST_CALLS):
+        for _ in range(calls):
             call()
-        seconds = (time.perf_counter() - start) / HOST_CALLS
-        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / calls
+        wait()
         return seconds
 
     def environment(self) -> dict:
@@ -211,16 +216,16 @@ def in_turn(sides: dict[str, Side], window: str, name: str, rounds: int, length:
     return {side: seconds[1:] for side, seconds in found.items()}
 
 
-def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int, length: float) -> Iterator[dict]:
+def compared(sides: dict[str, Side], load: tuple[str, ...], rounds: int, length: float) -> Iterator[dict]:
     """A row for each call that both sides have, as it is measured."""
     names = [side.ask(*load) for side in sides.values()]
     for name in names[0]:
         if name in names[1]:
-            by_round = in_turn(sides, window, name, rounds, length)
+            by_round = in_turn(sides, "window", name, rounds, length)
             seconds = {side: statistics.median(found) for side, found in by_round.items()}
             row = {
                 "what": load[0],
-                "case": load[1] if len(load) > 1 else "",
+                "case": load[1],
                 "name": name,
                 **seconds,
                 "rounds": by_round,
@@ -230,6 +235,41 @@ def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int, leng
             ratio = seconds["after"] / seconds["before"]
             print(f"{row['what']:8} {row['case']:12} {name:30} {_microseconds(seconds)} {ratio:.3f}", flush=True)
             yield {**row, "ratio": ratio}
+
+
+def host_rows(pairs: Iterable[dict[str, Side]], calls: int) -> list[dict]:
+    """A row for each function of bench.host_time that all sides have; "rounds" are the medians of the pairs."""
+    medians: dict[str, dict[str, list[float]]] = {}
+    for sides in pairs:
+        first, second = (side.ask("host") for side in sides.values())
+        for name in (name for name in first if name in second):
+            by_round = in_turn(sides, "host_window", name, HOST_ROUNDS, calls)
+            for side, found in by_round.items():
+                medians.setdefault(name, {}).setdefault(side, []).append(statistics.median(found))
+    rows = []
+    for name, by_pair in medians.items():
+        ratios = [after / before for before, after in zip(*by_pair.values(), strict=True)]
+        seconds = {side: statistics.median(found) for side, found in by_pair.items()}
+        span = {"ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
+        rows.append({"what": "host", "case": "", "name": name, **seconds, "rounds": by_pair, **span})
+        ratio, least, greatest = span.values()
+        told = f"{_microseconds(seconds)} {ratio:.3f} ({least:.3f} to {greatest:.3f})"
+        print(f"{'host':8} {'':12} {name:30} {told}", flush=True)
+    return rows
+
+
+def started(before: str) -> dict[str, Side]:
+    return {"before": Side(Path(before).resolve()), "after": Side(ROOT)}
+
+
+def started_one_after_another(first: dict[str, Side], before: str, number: int) -> Iterator[dict[str, Side]]:
+    """Pairs of sides: the first, which stays, and others, which end when the next is asked for."""
+    yield first
+    for _ in range(number - 1):
+        sides = started(before)
+        yield sides
+        for side in sides.values():
+            side.close()
 
 
 def _microseconds(seconds: dict[str, float]) -> str:
@@ -242,7 +282,9 @@ def main(*argv: str) -> None:
     parser.add_argument("--case", default="", help="layers to compare, cases or groups of bench/cases.py")
     parser.add_argument("--kernels", default="", help="cases whose single kernels are compared")
     parser.add_argument("--fp8", default="", help="cases whose products with epilogues that make e4m3 are compared")
-    parser.add_argument("--host", action="store_true", help="host time of small calls too")
+    parser.add_argument("--host", action="store_true", help="host time of small calls too, in about a minute")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of processes, for --host (%(default)s)")
+    parser.add_argument("--calls", type=int, default=HOST_CALLS, help="of a window of --host (%(default)s)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--window", type=float, default=WINDOW_SECONDS, metavar="SECONDS", help="(%(default)s)")
@@ -250,17 +292,25 @@ def main(*argv: str) -> None:
     args = parser.parse_args(argv or None)
     from bench import cases
 
-    loads: list[tuple[tuple, str, int]] = [(("host",), "host_window", 3 * args.rounds)] if args.host else []
+    loads: list[tuple[str, str, str]] = []
     for what, names in (("layer", args.case), ("kernels", args.kernels), ("fp8", args.fp8)):
         chosen = cases.select(names, "") if names else []
-        loads += [((what, name, args.order), "window", args.rounds) for name in chosen]
-    sides = {"before": Side(Path(args.before).resolve()), "after": Side(ROOT)}
+        loads += [(what, name, args.order) for name in chosen]
+    sides = started(args.before)
     record: dict = {"rows": [], "sides": {name: side.ask("environment") for name, side in sides.items()}}
-    for load, window, rounds in loads:
-        for row in compared(sides, load, window, rounds, args.window):
+
+    def write() -> None:  # what there is, should a later one fail
+        if args.out:
+            Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+
+    if args.host:
+        pairs = started_one_after_another(sides, args.before, args.pairs)
+        record["rows"] += host_rows(pairs, args.calls)
+        write()
+    for load in loads:
+        for row in compared(sides, load, args.rounds, args.window):
             record["rows"].append(row)
-            if args.out:  # what there is, should a later one fail
-                Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+            write()
     for side in sides.values():
         side.close()
 

@@ -64,6 +64,7 @@ CASES = {
     "tests/test_accuracy.py": (1, 0),
     "tests/test_accuracy.py::test_the_record_has_every_provider_kind_and_seed": (0, 0),
     "tests/test_bench.py": (1, 0),
+    "tests/test_bench.py::test_host_times_of_this_checkout_beside_itself": (0, 0),
     "tests/test_bench.py::test_suites_run_and_their_record_says_what_it_is_of": (0, 0),
     "tests/test_bench.py::test_a_regression_against_a_record_fails": (0, 0),
     "tests/test_bench_card.py::test_it_runs_tiny_shapes_without_a_gpu": (0, 0),

@@ -462,7 +462,7 @@ class FakeSide:
 
 def test_two_checkouts_are_compared_in_turn(capsys):
     sides = {"before": FakeSide(1.0, "old"), "after": FakeSide(0.5, "new")}
-    rows = list(compare.compared(sides, ("kernels", "conf1", "row"), "window", 3, 1.0))
+    rows = list(compare.compared(sides, ("kernels", "conf1", "row"), 3, 1.0))
     assert [(row["name"], row["before"], row["after"], row["ratio"]) for row in rows] == [
         ("up_fwd", 2.0, 1.0, 0.5),
         ("down_fwd", 3.0, 1.5, 0.5),
@@ -470,6 +470,41 @@ def test_two_checkouts_are_compared_in_turn(capsys):
     for side in sides.values():
         assert side.asked == [("kernels", "conf1")] + 3 * [("window", "up_fwd")] + 3 * [("window", "down_fwd")]
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+class FakeHost:
+    """A process whose calls take as many seconds as it says, but for one window that another program disturbed."""
+
+    def __init__(self, seconds):
+        self.seconds, self.windows = seconds, 0
+
+    def ask(self, what, *_):
+        if what == "host":
+            return ["route", "forward"]
+        self.windows += 1
+        return self.seconds * (10 if self.windows == 3 else 1)
+
+
+def test_host_times_are_of_several_pairs_of_processes(capsys):
+    """A process differs from the next of one checkout by more than a tenth, so a ratio is that of a pair."""
+    pairs = [(1.0, 1.1), (1.2, 1.2), (1.0, 1.05)]
+    rows = compare.host_rows(({"before": FakeHost(a), "after": FakeHost(b)} for a, b in pairs), 100)
+    assert [row["name"] for row in rows] == ["route", "forward"]
+    for row in rows:
+        assert row["rounds"] == {"before": [1.0, 1.2, 1.0], "after": [1.1, 1.2, 1.05]}
+        assert (row["before"], row["after"]) == (1.0, 1.1)
+        assert (row["ratio"], row["least"], row["greatest"]) == pytest.approx((1.05, 1.0, 1.1))
+    assert all(line.endswith("1.050 (1.000 to 1.100)") for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.skipif(inputs.has_gpu(), reason="would measure on the GPU")
+def test_host_times_of_this_checkout_beside_itself(tmp_path):
+    """With a process of its own for each side of each pair."""
+    compare.main(str(ROOT), "--host", "--pairs", "2", "--calls", "1", "--out", str(tmp_path / "record.json"))
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [row["name"] for row in record["rows"]] == list(host_time.functions("cpu"))
+    assert all(len(row["rounds"]["before"]) == len(row["rounds"]["after"]) == 2 for row in record["rows"])
+    assert record["sides"]["before"]["commit"] == record["sides"]["after"]["commit"] == measure.commit()
 
 
 def test_first_use_on_the_cpu():
