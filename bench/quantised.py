@@ -1,16 +1,20 @@
 """Frozen experts in four and eight bits: how fast they are decoded, and a pass on them beside one on bf16.
 
-python -m bench.quantised --out FILE.json [--tiny]
+python -m bench.quantised --out FILE.json [--part decode,passes,errors] [--tiny]
 
 Decoding of both weights of a layer is timed by each format, beside a copy that reads and writes as many bytes together.
 A pass is forward and backward of a frozen layer on arrays, with the gradients of x and of the router weights. Forward
 and backward each decode both weights, as in a model of many layers; "once" is a pass whose backward finds what forward
 decoded. Decoded weights are compared with the CPU's bit for bit, and passes with those on decoded weights, before they
 are timed. Windows of calls back to back follow one another in random order.
+
+Errors are no times: how far output and gradients of a frozen layer with factors of rank 16 move by the format, against
+float64 on the weights that were packed. Beside them is the arithmetic's part, against float64 on the decoded weights.
 """
 
 import argparse
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 
 import moeblaze_cupy as mb
-from bench import cases, fp8, inputs, measure, table
+from bench import accuracy, cases, fp8, inputs, lora, measure, table, verify
 from bench.bench_experts import GPT_OSS, with_biases
 from moeblaze_cupy.types import WEIGHT_FORMATS
 
@@ -28,6 +32,8 @@ CASES = cases.GPT_OSS_20B, cases.LAYERS["qwen30b"]
 TINY = cases.LayerCase("tiny", 48, 128, 128, 4, 2, "for machines without a GPU")
 OF_PASSES = ("mxfp4", "nf4", "e4m3")
 BF16 = "bf16"
+OF_ERRORS = cases.LayerCase("d512", 4096, 512, 256, 8, 2, "few experts"), lora.CASES["qwen30b_4k"]
+RANK_16 = lora.Way(16)
 Pair = tuple[mb.QuantizedWeight, mb.QuantizedWeight]
 
 
@@ -118,39 +124,100 @@ def passes(case: cases.LayerCase, L: int, window: float, rounds: int) -> list[di
     return [{"case": case.name, "L": L, "weights": name, "ms": s * 1e3} for name, s in seconds.items()]
 
 
+def errors(case: cases.LayerCase, data: str) -> list[dict]:
+    """A row of each format on one kind of data (bench/accuracy.py): bits and error of the weights, errors by result.
+
+    Raises AssertionError where a result is not that of the decoded weights.
+    """
+    made, rows = accuracy.layer_inputs(case, data, seed=0), []
+    w1, w2 = weights = made["w1"], made["w2"]
+    factors, kind = lora.factors_of(case, RANK_16), lora.kind_of(case)
+    for name in (BF16, *WEIGHT_FORMATS):
+        packed = weights if name == BF16 else mb.quantize_experts(w1, w2, name)
+        got = lora.fused(made | {"w1": packed[0], "w2": packed[1]}, {}, factors)
+        decoded = weights if name == BF16 else tuple(mb.dequantize(weight).mT for weight in packed)
+        arithmetic = lora.errors_of(made | {"w1": decoded[0], "w2": decoded[1]}, kind, factors, got)
+        wrong = verify.problems(arithmetic, made["x"].dtype)
+        assert wrong is None, f"{name} on {case.name}: {wrong}"
+        moved = [(a.float() - b.float()).square().sum() for a, b in zip(decoded, weights, strict=True)]
+        of_weights = (sum(moved) / sum(w.float().square().sum() for w in weights)) ** 0.5
+        about = {"case": case.name, "shape": case.shape, "data": data, "weights": name}
+        bits = 8 * sum(weight.nbytes for weight in packed) / (w1.numel() + w2.numel())
+        found = {"errors": lora.errors_of(made, kind, factors, got), "arithmetic": arithmetic}
+        rows.append({**about, "bits": bits, "weight_error": float(of_weights), **found})
+    mb.release_scratch()
+    return rows
+
+
 def text(record: dict) -> list[str]:
-    """Lines of two tables."""
+    """Lines of a table for each part that was measured."""
+    return [line for part in PARTS if record[part] for line in PARTS[part](record[part])]
+
+
+def decode_text(rows: list[dict]) -> list[str]:
     lines = [["case", "format", "decode ms", "GB/s", "copy GB/s", "of a copy"]]
-    for row in record["decode"]:
+    for row in rows:
         speeds = row["decode_gb_per_s"], row["copy_gb_per_s"]
         numbers = table.number(row["ms"]), *map(table.number, speeds), f"{speeds[0] / speeds[1]:.3f}"
         lines.append([row["case"], row["format"], *numbers])
-    of_bf16 = {(row["case"], row["L"]): row["ms"] for row in record["passes"] if row["weights"] == BF16}
-    others = [["case", "tokens", "weights", "ms", "of bf16"]]
-    for row in record["passes"]:
+    return table.aligned(lines, 2)
+
+
+def passes_text(rows: list[dict]) -> list[str]:
+    of_bf16 = {(row["case"], row["L"]): row["ms"] for row in rows if row["weights"] == BF16}
+    lines = [["case", "tokens", "weights", "ms", "of bf16"]]
+    for row in rows:
         ratio = row["ms"] / of_bf16[row["case"], row["L"]]
-        others.append([row["case"], str(row["L"]), row["weights"], table.number(row["ms"], 4), f"{ratio:.3f}"])
-    return [*table.aligned(lines, 2), *table.aligned(others, 3)]
+        lines.append([row["case"], str(row["L"]), row["weights"], table.number(row["ms"], 4), f"{ratio:.3f}"])
+    return table.aligned(lines, 3)
+
+
+def errors_text(rows: list[dict]) -> list[str]:
+    """In thousandths; of the factors the least and the greatest."""
+    lines = [["case", "data", "weights", "bits", "of weights", "out", "grad x", "grads of factors", "arithmetic, most"]]
+    for row in rows:
+        found = {name: f"{1e3 * error:.1f}" for name, error in row["errors"].items()}
+        factors = sorted((found[name] for name in found if name.startswith("lora.")), key=float)
+        most = f"{1e3 * max(row['arithmetic'].values()):.1f}"
+        about = row["case"], row["data"], row["weights"], f"{row['bits']:.2f}", f"{1e3 * row['weight_error']:.1f}"
+        lines.append([*about, found["out"], found["x"], f"{factors[0]} to {factors[-1]}", most])
+    return table.aligned(lines, 3)
+
+
+PARTS: dict[str, Callable[[list[dict]], list[str]]] = {
+    "decode": decode_text,
+    "passes": passes_text,
+    "errors": errors_text,
+}
+
+
+def parts(names: str) -> list[str]:
+    """An argparse type."""
+    if unknown := [name for name in names.split(",") if name not in PARTS]:
+        raise argparse.ArgumentTypeError(f"expected names among {', '.join(PARTS)}, got {unknown[0]!r}")
+    return names.split(",")
 
 
 def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quantised", description=__doc__.splitlines()[0])
+    parser.add_argument("--part", type=parts, default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (all)")
     parser.add_argument("--tiny", action="store_true", help="one small layer, also without a GPU")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record")
     args = parser.parse_args(argv or None)
     if not args.tiny:
         inputs.expect_gpu(parser)
-    chosen, tokens = ((TINY,), (TINY.L,)) if args.tiny else (CASES, TOKENS)
+    chosen, tokens, of_errors = ((TINY,), (TINY.L,), (TINY,)) if args.tiny else (CASES, TOKENS, OF_ERRORS)
     how = measure.SWING_SECONDS, ROUNDS
-    record = measure.record(decode=[], passes=[])
-    for case in chosen:
-        record["decode"] += decoding(case, *how)
-        for L in tokens:
+    record = measure.record(**{part: [] for part in PARTS})
+    calls = [("decode", functools.partial(decoding, case, *how)) for case in chosen]
+    calls += [("passes", functools.partial(passes, case, L, *how)) for case in chosen for L in tokens]
+    calls += [("errors", functools.partial(errors, case, data)) for case in of_errors for data in accuracy.KINDS]
+    for part, call in calls:
+        if part in args.part:
+            record[part] += call()
             measure.release()
-            record["passes"] += passes(case, L, *how)
-        measure.release()
-        if args.out:  # after each case, as a run may be cut
-            measure.write_record(record, args.out)
+            if args.out:  # after each, as a run may be cut
+                measure.write_record(record, args.out)
     print("\n".join(text(record)))
 
 

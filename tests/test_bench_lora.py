@@ -82,8 +82,38 @@ def test_formats_make_tables_and_a_record(tmp_path, capsys):
             assert row["bytes"] == weights * (bits[row["format"]] + 16) / 8
     kinds = ["bf16", *(f"{name}{how}" for name in quantised.OF_PASSES for how in ("", ", once"))]
     assert [(row["L"], row["weights"]) for row in record["passes"]] == [(48, kind) for kind in kinds]
-    assert len(lines) == 2 + len(formats) + len(kinds)
+    assert len(lines) == 3 + len(formats) + len(kinds) + len(record["errors"])
     assert lines[0].endswith("of a copy") and lines[1 + len(formats)].endswith("of bf16")
+    for row, line in zip(record["errors"], lines[-len(record["errors"]) :], strict=True):
+        assert row["errors"].keys() == row["arithmetic"].keys() == GRADIENTS | FACTORS
+        assert row["bits"] == pytest.approx(bits.get(row["weights"], 16))
+        assert f"{1e3 * row['errors']['out']:.1f}" in line.split()
+
+
+def test_errors_by_format_are_those_of_the_weights_that_were_packed():
+    """Fewer bits move results further. bfloat16's own part stays what it is, and alone does not move the weights."""
+    rows = {row["weights"]: row for row in quantised.errors(quantised.TINY, "gaussian")}
+    assert list(rows) == ["bf16", "mxfp4", "nf4", "e4m3", "int8"]
+    assert rows["bf16"]["weight_error"] == 0 and rows["bf16"]["errors"] == rows["bf16"]["arithmetic"]
+    for name in rows["bf16"]["errors"]:
+        found = [rows[weights]["errors"][name] for weights in ("bf16", "int8", "e4m3", "nf4", "mxfp4")]
+        assert found == sorted(found) and found[-1] > 0.05, name
+        assert all(row["arithmetic"][name] < 0.01 for row in rows.values()), name
+    made = quantised.accuracy.layer_inputs(quantised.TINY, "gaussian", 0)
+    w1, w2 = made["w1"].float(), made["w2"].float()
+    for name in ("mxfp4", "int8"):  # the error of w2 is like that of w1, whose numbers come from the same distribution
+        q1, _ = quantised.mb.quantize_experts(w1, w2, name)
+        error = (quantised.mb.dequantize(q1).mT.float() - w1).norm() / w1.norm()
+        assert rows[name]["weight_error"] == pytest.approx(float(error), rel=0.05)
+
+
+def test_only_the_named_parts_are_measured(tmp_path, capsys):
+    quantised.main("--tiny", "--part", "errors", "--out", str(tmp_path / "record.json"))
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["decode"] == record["passes"] == [] and len(record["errors"]) == 10
+    with pytest.raises(SystemExit):
+        quantised.main("--part", "errors,foo")
+    assert "expected names among decode, passes, errors, got 'foo'" in capsys.readouterr().err
 
 
 def test_wrong_numbers_get_no_time(monkeypatch):
@@ -101,6 +131,8 @@ def test_wrong_numbers_get_no_time(monkeypatch):
         quantised.decoding(quantised.TINY, 0.001, 2)
     with pytest.raises(AssertionError, match="mxfp4 on tiny: other bits than on decoded weights"):
         quantised.passes(quantised.TINY, 48, 0.001, 2)
+    with pytest.raises(AssertionError, match=r"mxfp4 on tiny: relative error above 0\.02: "):
+        quantised.errors(quantised.TINY, "gaussian")
 
 
 def cells(row: str) -> list[str]:
