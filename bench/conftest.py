@@ -13,7 +13,8 @@ import torch
 from bench import cases, inputs, measure, providers, verify
 
 ROUNDS = 12
-_START = time.monotonic()
+_START = time.monotonic()  # of the first suite
+_STARTED = pytest.StashKey[float]()  # this suite
 
 
 def pytest_addoption(parser):
@@ -24,6 +25,10 @@ def pytest_addoption(parser):
     group.addoption("--commit", help="commit to write into the record (git's)")
     group.addoption("--minutes", type=float, help="skip what would start later than this into the run")
     group.addoption("--rounds", type=int, default=ROUNDS, help="timed repetitions (%(default)s)")
+
+
+def pytest_sessionstart(session):
+    session.config.stash[_STARTED] = time.monotonic()
 
 
 def pytest_collection_modifyitems(items):
@@ -52,8 +57,9 @@ def pytest_benchmark_generate_commit_info(config):
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
-    """Drops what only fills a committed record: options that are the same in every row, parameters that the name and
-    extra_info hold, single rounds."""
+    """Adds `wall_s`, the suite's seconds. Drops what only fills a committed record: options that are the same in every
+    row, parameters that the name and extra_info hold, single rounds."""
+    output_json["wall_s"] = round(time.monotonic() - config.stash[_STARTED], 1)
     for row in output_json["benchmarks"]:
         for name in ("options", "params"):
             row.pop(name, None)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def merge(note: str, records: list[dict]) -> dict:
-    """Rows of pytest-benchmark records of one commit and kind of GPU, in their order; the rest is the first one's.
+    """Rows of pytest-benchmark records of one commit and kind of GPU, in their order; the rest is the first one's, but
+    for the seconds of all runs together.
 
     Raises ValueError where commit or GPU differ, or a row is there twice.
     """
@@ -20,7 +21,8 @@ def merge(note: str, records: list[dict]) -> dict:
     names = [row["fullname"] for row in rows]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"bench.merge: expected each row once, got again {', '.join(twice)}")
-    return {"note": note, **records[0], "benchmarks": rows}
+    seconds = [record["wall_s"] for record in records if "wall_s" in record]
+    return {"note": note, **records[0], "benchmarks": rows, **({"wall_s": sum(seconds)} if seconds else {})}
 
 
 def main(*argv: str) -> None:

@@ -540,6 +540,7 @@ def test_runs_of_one_commit_are_merged(tmp_path):
             "commit_info": {"id": commit},
             "benchmarks": rows,
             "version": names[0],
+            "wall_s": float(len(names)),
         }
 
     for name, of in (("1", record("c", "a", "b")), ("2", record("c", "d")), ("3", record("e", "f"))):
@@ -547,7 +548,7 @@ def test_runs_of_one_commit_are_merged(tmp_path):
     paths = [str(tmp_path / name) for name in "123"]
     merge.main(str(tmp_path / "all"), "two runs", *paths[:2])
     merged = json.loads((tmp_path / "all").read_text())
-    assert merged == {"note": "two runs", **record("c", "a", "b", "d")}
+    assert merged == {"note": "two runs", **record("c", "a", "b", "d")}  # of three seconds
     for wrong, why in ((paths, "one commit, got c, e"), (paths[:1] * 2, "each row once, got again a, b")):
         with pytest.raises(ValueError, match=why):
             merge.main(str(tmp_path / "none"), "", *wrong)

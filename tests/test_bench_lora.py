@@ -30,7 +30,7 @@ def record_of(program, tmp_path, capsys):
     program.main("--tiny", "--out", str(tmp_path / "record.json"))
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["machine_info"]["torch"] == torch.__version__
-    assert record["commit_info"] == {"id": measure.commit()}
+    assert record["commit_info"] == {"id": measure.commit()} and record["wall_s"] > 0
     return record, capsys.readouterr().out.splitlines()
 
 
