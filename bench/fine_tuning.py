@@ -35,7 +35,7 @@ BASE_TEXT, OTHER_TEXT = (".py", ".pyi"), (".h", ".hpp", ".cuh")
 TEXT_BYTES = 16 << 20  # of each
 BASES = {"small": replace(lm.SIZES["small"], steps=600), "toy": replace(lm.SIZES["toy"], h=32)}
 SIZES = {
-    "small": (BASES["small"], replace(BASES["small"], steps=300, lr=2e-3, evaluate_every=50)),
+    "small": (BASES["small"], replace(BASES["small"], steps=300, lr=3e-3, evaluate_every=50)),
     "toy": (BASES["toy"], replace(BASES["toy"], steps=20, evaluate_every=10)),
 }  # settings of the base's training, and of the runs with factors
 

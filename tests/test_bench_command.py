@@ -1,7 +1,9 @@
 """`python -m bench`: its options, its table and record, and how it fails."""
 
+import importlib.util
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +100,24 @@ def test_it_says_what_it_needs(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("python -m bench: needs pytest, pytest-benchmark and torch: pip install -e ")
+
+
+def test_commands_that_reproduce_records_are_such():
+    """Their programs, suites, cases and providers exist, and every record in a row that has minutes does."""
+    pytest.importorskip("torch")
+    from bench.recorded import RECORDS
+
+    readme = (RECORDS.parent / "README.md").read_text()
+    section = readme[readme.index("## Reproduce") : readme.index("## Records and regressions")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "`python" in line]
+    rows = [row for row in rows if len(row) == 3]
+    assert len(rows) > 20
+    for records, command, minutes in rows:
+        names = [name for name in re.findall("`([^`]+)`", records) if not name.endswith("/")]
+        paths = [Path(RECORDS, name) for name in names]
+        assert not minutes or all(path.is_dir() or path.with_suffix(".json").is_file() for path in paths), names
+        program, *options = re.match("`python (?:-m )?([^`]+)`", command)[1].split()
+        assert program.endswith(".py") or importlib.util.find_spec(program), program
+        if program == "bench":
+            args = bench_command.build_parser().parse_args(options)
+            bench_command._check_names(args, args.suite)
