@@ -120,10 +120,12 @@ class Worker:
 
     def host(self) -> list[str]:
         """Loads the small calls of bench.host_time; returns their names."""
+        import torch
+
         from bench import host_time
 
         self.free()
-        self.calls = host_time.functions("cuda" if self.measure.has_gpu() else "cpu")
+        self.calls = host_time.functions("cuda" if torch.cuda.is_available() else "cpu")
         for call in self.calls.values():
             for _ in range(20):
                 call()
@@ -147,7 +149,7 @@ class Worker:
 
         import torch
 
-        wait = torch.cuda.synchronize if self.measure.has_gpu() else lambda: None
+        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         wait()
         call, start = self.calls[name], time.perf_counter()
         for _ in range(calls):

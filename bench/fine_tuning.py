@@ -93,15 +93,15 @@ def texts(folders: list[Path]) -> dict[str, corpus.Corpus]:
     }
 
 
-def base_model(s: lm.Settings, data: corpus.Corpus) -> lm.Model:
-    """Trained in bfloat16, with float32 main weights, and frozen."""
+def base_model(s: lm.Settings, data: corpus.Corpus) -> tuple[lm.Model, float]:
+    """Trained in bfloat16, with float32 main weights, and frozen; and its held-out loss."""
     model = lm.Model(s, "minimal", seed=0).to(inputs.device())
     weights, training = lm.MainWeights(model, torch.bfloat16), data.training.to(inputs.device())
     for step in range(s.steps):
         nats, balance = model.loss(lm.batch(training, 0, step, s))
         (nats + lm.BALANCE * balance).backward()
         weights.step(lm.learning_rate(step, s))
-    return model.requires_grad_(False)
+    return model.requires_grad_(False), lm.held_out_loss(model, data.held_out.to(inputs.device()), s)
 
 
 def adapted(base: lm.Model, arm: str, seed: int) -> lm.Model:
@@ -145,8 +145,7 @@ def main(*argv: str) -> None:
     of_base, s = SIZES[args.size]
     data = texts(args.text or corpus.default_folders())
     start = time.perf_counter()
-    base = base_model(of_base, data["base"])
-    loss = lm.held_out_loss(base, data["base"].held_out.to(inputs.device()), of_base)
+    base, loss = base_model(of_base, data["base"])
     print(f"base: held-out loss {loss:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     runs: list[dict] = []
     record = measure.record(
