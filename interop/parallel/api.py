@@ -7,7 +7,7 @@ while the gradients of the experts' weights are computed, except with route "pul
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from moeblaze_cupy.interop.parallel.exchanges import ExpertGroup, PendingExchang
 from moeblaze_cupy.interop.parallel.routes import Rows
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import private as torch_private
+from moeblaze_cupy.interop.torch import quantised as torch_quantised
 from moeblaze_cupy.interop.torch.autograd import (
     MainGrad,
     first_derivatives_only,
@@ -34,7 +35,9 @@ from moeblaze_cupy.layer.api import LayerExtras, values_and_scales
 from moeblaze_cupy.layer.api import forward as layer_forward
 from moeblaze_cupy.layer.backward_api import BackwardExtras, described_by_name, run_backward
 from moeblaze_cupy.lora import checks as lora_checks
+from moeblaze_cupy.quantised import checks as quantised_checks
 from moeblaze_cupy.types import (
+    FACTORS,
     SAVE_POLICIES,
     Activation,
     Fp8Rows,
@@ -44,10 +47,12 @@ from moeblaze_cupy.types import (
     LayerOptions,
     Lora,
     LoraRows,
+    QuantizedWeight,
     SavedForBackward,
     is_gated,
     one_or_pair,
     pair,
+    present,
 )
 
 Tensor = torch.Tensor
@@ -65,14 +70,15 @@ def _check_arguments(
 ) -> None:
     """Makes the layer's own checks before any rank waits for another. factors: of lora, if it is given."""
     function, precision, (x, ids, weights, gate, up, w2, *_) = "expert_parallel_moe", options.precision, layer
+    frozen, parts = layer.frozen, _parts_of(layer)
     checks.activation(function, options.activation)
     checks.one_of(function, "save", options.save, SAVE_POLICIES)
     columns = "2h" if up is None and is_gated(options.activation) else "h"
     first = experts.rank * experts.local_experts
     of_experts = (("w1", gate, f"d, {columns}"), ("w1[1]", up, "d, h"), ("w2", w2, "h, d"))
     of_lora = {name: factor for name, factor in zip(lora_checks.NAMES, factors, strict=False) if factor is not None}
-    for name, tensor in (*(of[:2] for of in of_experts), *of_lora.items()):
-        if tensor is None and name == "w1[1]":
+    for name, tensor in (*(of[:2] for of in of_experts), *parts.items(), *of_lora.items()):
+        if name in frozen or (tensor is None and name == "w1[1]"):
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{function}: {name}: expected a torch tensor, got {type(tensor)}")
@@ -83,16 +89,20 @@ def _check_arguments(
     for name, weight, letters in of_experts:
         if weight is None:
             continue
-        if weight.dim() != 3 or len(weight) != experts.local_experts:
+        if len(weight.shape) != 3 or weight.shape[0] != experts.local_experts:
             last = first + experts.local_experts - 1
             expected = f"the ({experts.local_experts}, {letters}) of this rank's experts {first}..{last}"
             raise checks.bad_value(function, name, expected, tuple(weight.shape))
-        if weight.dtype != x.dtype:
+        if name not in frozen and weight.dtype != x.dtype:
             raise TypeError(f"{function}: {name}: expected x's {x.dtype}, got {weight.dtype}")
     named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2, **of_lora}
+    named |= dict.fromkeys(frozen) | parts
     described = described_by_name(function, arrays.Torch, named)
     for name in ("x", "ids", "weights"):  # these travel packed
         described[name].strides = (described[name].shape[1], 1)
+    for name, of_name in frozen.items():
+        quantised_checks.weight(function, name, of_name, described)
+        described[name] = quantised_checks.decoded(of_name, described[f"{name}.data"])
     arguments = LayerArrays(*map(described.get, list(named)[:6]))
     checks.layer(function, arguments, options._replace(precision=None))
     if factors:
@@ -104,6 +114,30 @@ def _check_arguments(
         order = None if fp8_weights is None else fp8_weights.gate_up
         of_layer = described["x"], described["w2"], options.activation, "halves"
         fp8_checks.layer(function, *of_layer, {}, of_fp8, order, limits)
+
+
+def _check_forms(
+    w1: tuple[Any, ...], frozen: Mapping[str, Any], lora: Lora | None, precision: str | None, accumulate: Any
+) -> None:
+    """Checks which forms of weights and options go together. w1: one weight or two. frozen: of `LayerArrays`."""
+    function = "expert_parallel_moe"
+    if len(w1) not in (1, 2):
+        raise ValueError(f"{function}: w1: expected one tensor or a pair, got {len(w1)} tensors")
+    if len(w1) == 2 and "w1" in frozen:
+        raise checks.bad_type(function, "w1", "tensors in a pair, or one QuantizedWeight of both", "a pair with one")
+    if frozen and precision is not None:
+        raise checks.bad_value(function, "precision", "None with QuantizedWeight", repr(precision))
+    if lora is not None:
+        lora_checks.given(function, lora)
+    if accumulate and (frozen or lora is not None):
+        expected = "False with lora or QuantizedWeight"
+        raise checks.bad_value(function, "accumulate_into_main_grad", expected, repr(accumulate))
+
+
+def _parts_of(layer: LayerArrays) -> dict[str, Any]:
+    """Returns the tensors of frozen weights by argument name."""
+    of_weights = (quantised_checks.parts_of("expert_parallel_moe", *of) for of in layer.frozen.items())
+    return {name: part for parts in of_weights for name, part in parts.items()}
 
 
 def _part(rows: Rows, part: slice) -> Rows:
@@ -138,7 +172,7 @@ class Fp8Products(NamedTuple):
     given: Fp8Weights | None
     keep: bool
 
-    def weights_of(self, w1: Any, w2: Tensor) -> Fp8Weights | None:
+    def weights_of(self, w1: Any, w2: Any) -> Fp8Weights | None:
         if self.precision is None or self.given is not None:
             return self.given
         made: Fp8Weights = mb.quantize_weights(w1, w2)
@@ -169,24 +203,35 @@ class _Call(NamedTuple):
     into: dict[str, MainGrad]  #: where gradients are added, by weight
     fp8_products: Fp8Products
     lora: Lora | None  #: the scales, beside the factors
+    frozen: torch_quantised.Frozen | None  #: of weights in four or eight bits, whose tensors follow the factors
+
+    @property
+    def num_factors(self) -> int:
+        return 0 if self.lora is None else len(FACTORS)
+
+    def joined(self, layer: LayerArrays, parts: Sequence[Any]) -> LayerArrays:
+        """Returns the layer with its frozen weights, if there are some."""
+        return layer if self.frozen is None else self.frozen.joined(layer, parts)
 
 
 class _ExpertParallel(torch.autograd.Function):
-    """The layer for autograd. up is None where w1 is one tensor. factors: those of `lora`, none without it."""
+    """The layer for autograd. up is None where w1 is one tensor; gate and w2 are None where they are frozen."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weights: Tensor,
-        gate: Tensor,
+        gate: Tensor | None,
         up: Tensor | None,
-        w2: Tensor,
+        w2: Tensor | None,
         ids: Tensor,
         call: _Call,
-        *factors: Tensor | None,
+        *tensors_beside: Any,
     ) -> Tensor:
-        route, activation, save, into, fp8_products, lora = call
+        """tensors_beside: the factors of `call.lora`, then the parts of `call.frozen`."""
+        route, activation, save, into, fp8_products, lora, _ = call
+        factors, parts = tensors_beside[: call.num_factors], tensors_beside[call.num_factors :]
         experts, w1 = route.experts, gate if up is None else (gate, up)
         rows, local_ids, got = route.receive(x, ids, weights)
         pieces, wait = _pieces(route, local_ids), route.wait
@@ -199,7 +244,7 @@ class _ExpertParallel(torch.autograd.Function):
         for start, stop, bound in pieces:
             part = slice(start, stop)
             x_part, scales = values_and_scales(_part(rows, part))
-            layer = LayerArrays(x_part, local_ids[part], got[part], gate, up, w2)
+            layer = call.joined(LayerArrays(x_part, local_ids[part], got[part], gate, up, w2), parts)
             options = LayerOptions(activation, save, max_slots=bound, precision=fp8_products.precision)
             try:
                 extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
@@ -209,21 +254,23 @@ class _ExpertParallel(torch.autograd.Function):
                     wait()
             results.append(place.landing if place else out)
             if bound is not None and (experts.slots is not None):
-                index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
+                number = experts.local_experts
+                index = saved.index if saved else mb.build_dispatch(local_ids[part], number, max_slots=bound)
                 route.count_dropped(index.dropped)
             if saved is not None:
                 (lists, _), index = saved.index.split()
-                kept.append(SavedForBackward(_NO_ARRAYS, saved.options, index, None, None))
+                number_of = saved.decoded_by
+                kept.append(SavedForBackward(_NO_ARRAYS, saved.options, index, None, None, decoded_by=number_of))
                 tensors += [saved.first_layer, saved.y_swi, lists, *saved.lora_rows]
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.counted)
         ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.fp8_products = route, pieces, kept, into, fp8_products
-        ctx.lora = lora
+        ctx.call, ctx.width, ctx.dtype = call, x.shape[1], x.dtype
         ctx.set_materialize_grads(False)
         values, scales = values_and_scales(rows) if experts.keep_received else (x, None)
         read_ids = ids if experts.route == "pull" else None  # other routes may see them change before backward
-        read = values, scales, got, gate, up, w2, read_ids, *factors
+        read = values, scales, got, gate, up, w2, read_ids, *tensors_beside
         ctx.save_for_backward(*read, *fp8_products.kept(made), *tensors)
         return route.bring_back(y)()
 
@@ -250,19 +297,22 @@ class _ExpertParallel(torch.autograd.Function):
         """Computes the gradients. meet: called when nothing of this rank can fail before rows are on their way."""
         route: Route = ctx.route
         experts = route.experts
-        needed, lora = ctx.needs_input_grad, ctx.lora
+        needed, call, lora = ctx.needs_input_grad, ctx.call, ctx.call.lora
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
-        factors, tensors = tensors[: len(needed) - _TENSORS], tensors[len(needed) - _TENSORS :]
-        expect_gathered(gate, up, w2, *factors)
+        beside, tensors = tensors[: len(needed) - _TENSORS], tensors[len(needed) - _TENSORS :]
+        factors, parts_of_weights = beside[: call.num_factors], beside[call.num_factors :]
+        expect_gathered(gate, up, w2, *beside)
         # This comes before rows are on their way, as `run_backward` would raise too late for those that travel.
         read = {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
         read |= zip(lora_checks.NAMES, factors, strict=False)
+        weights = call.joined(LayerArrays(None, None, None, gate, up, w2), parts_of_weights)
+        read |= _parts_of(weights)
         described_by_name("expert_parallel_moe", arrays.Torch, read)
         kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
         record_inputs(ctx, gate, up, w2, *factors)  # and x by the incoming gradient, as its own rows may not be kept
         fp8_products: Fp8Products = ctx.fp8_products
         if grad_out is None:  # other ranks may wait for this one
-            grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))
+            grad_out = values.new_zeros((route.num_tokens, ctx.width), dtype=ctx.dtype)
         w1 = gate if up is None else (gate, up)
         fp8_weights, tensors = fp8_products.again(tensors, w1, w2)
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
@@ -284,20 +334,21 @@ class _ExpertParallel(torch.autograd.Function):
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
             kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
             first_layer, y_swi, lists, u1, u2 = tensors[5 * piece : 5 * piece + 5]
-            layer = LayerArrays(x[part], None, got[part], gate, up, w2)
+            layer = weights._replace(x=x[part], router_weights=got[part])
             made = kept.index.joined((lists, None)), first_layer, y_swi, kept.consumed, fp8_weights
             of_scales = None if x_scales is None else x_scales[part]
-            return part, SavedForBackward(layer, kept.options, *made, of_scales, lora, LoraRows(u1, u2))
+            of_call = of_scales, lora, LoraRows(u1, u2), kept.decoded_by
+            return part, SavedForBackward(layer, kept.options, *made, *of_call)
 
         bring: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
         parts_of_lora: list[Lora] = []
-        # Beside factors the gradients of weights come with those of rows: there is no backward in halves.
-        later = bool(of_weights) and lora is None
+        # Beside factors and frozen weights other gradients come with those of rows: there is no backward in halves.
+        later = bool(of_weights) and lora is call.frozen is None
         needs = (*of_rows, "w1", "w2") if later else (*of_rows, *of_weights, *of_lora)
         for piece in range(len(ctx.pieces)):
             part, saved = saved_of(piece)
-            place = route.remote_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
+            place = route.remote_gradients(of_rows, ctx.width, ctx.dtype, got) if alone else None
             try:
                 extras = BackwardExtras(place and place.destination, wait, later)
                 of_part = _part(grad_rows, part), saved, needs, False, None if later else sums or None
@@ -317,10 +368,11 @@ class _ExpertParallel(torch.autograd.Function):
                 parts_of_lora.append(grads.lora)
         brought = bring()
         of_experts = _of_weights(ctx.into, (gate, up, w2), grads, needed[2:5])
-        return brought.get("x"), brought.get("weights"), *of_experts, None, None, *_of_factors(parts_of_lora, factors)
+        of_beside = *_of_factors(parts_of_lora, factors), *(None for _ in parts_of_weights)
+        return brought.get("x"), brought.get("weights"), *of_experts, None, None, *of_beside
 
 
-_TENSORS = 7  # arguments of `_ExpertParallel` before the factors
+_TENSORS = 7  # arguments of `_ExpertParallel` before those beside them
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -391,8 +443,8 @@ def expert_parallel_moe(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w1: Tensor | tuple[Tensor, Tensor],
-    w2: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor] | QuantizedWeight,
+    w2: Tensor | QuantizedWeight,
     experts: ExpertGroup,
     *,
     shared: Callable[[Tensor], Tensor] | None = None,
@@ -409,6 +461,8 @@ def expert_parallel_moe(
 
     x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
     "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, for a DTensor its `.to_local()`.
+    Either may be `QuantizedWeight` of such tensors, which require no gradient. Only rows travel. Each piece of rows
+    decodes for itself, forward and backward.
     shared: a function of x whose result is added, such as a shared expert. It is launched while the sizes travel, or
     with route "pull" the rows. If it fails on a rank, that rank raises the error after its part of the forward, and the
     others get their results.
@@ -423,7 +477,7 @@ def expert_parallel_moe(
     w2 change, which are then those of the e4m3 rows, rounded to bf16. Results travel in x's dtype.
     lora: low-rank factors beside w1 and w2, as of `moeblaze_cupy.interop.torch.moe`, of this rank's experts. Their
     gradients are sums over the tokens of all ranks, as those of w1. An a1 or a2 that all experts share gets this rank's
-    experts' part. Not with precision or accumulate_into_main_grad.
+    experts' part. Neither lora nor `QuantizedWeight` with precision or accumulate_into_main_grad.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
     of all ranks, in the order of ranks, for the sum of all ranks' losses.
@@ -432,10 +486,15 @@ def expert_parallel_moe(
     """
     parts = pair(w1)
     gate, up = (*parts, None, None)[:2]
-    first, second, given = gate, up, w2  # the caller's form
+    first, second, given = gate, up, cast(Tensor, w2)  # the caller's form
     tokens = x  # the tokens that `shared` gets
     factors: tuple[Any, ...] = lora.factors if isinstance(lora, Lora) else ()
-    all_given = x, weights, *parts, w2, *(factor for factor in factors if factor is not None)
+    frozen = LayerArrays(x, ids, weights, gate, up, w2).frozen
+    forms: torch_quantised.Frozen | None = None
+    of_frozen: list[Tensor] = []
+    if frozen:
+        gate, up, w2 = LayerArrays(x, ids, weights, gate, up, w2).with_weights(dict.fromkeys(frozen))[3:6]
+    all_given = x, weights, *present(gate, up, w2, *factors)
     are_tensors = torch_private.any_autocast() and all(isinstance(of, Tensor) for of in all_given)
     if are_tensors and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights, *factors) = torch_arguments.autocast(  # type: ignore[assignment]
@@ -443,24 +502,22 @@ def expert_parallel_moe(
         )
 
     def check() -> Mapping[str, int]:
+        nonlocal forms, of_frozen
         function = "expert_parallel_moe"
-        if len(parts) not in (1, 2):
-            raise ValueError(f"{function}: w1: expected one tensor or a pair, got {len(parts)} tensors")
+        _check_forms(parts, frozen, lora, precision, accumulate_into_main_grad)
         of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
         order = None if fp8_weights is None else fp8_weights.gate_up
-        if lora is not None:
-            lora_checks.given(function, lora)
-        options = activation, save, precision, order, row_precision, experts.local_experts, len(factors)
-        key, _ = runtime.key_of(function, options, (x, ids, weights, gate, up, w2, *of_fp8, *factors))
+        layer = LayerArrays(x, ids, weights, gate, up, w2)
+        if frozen:
+            layer = layer.with_weights(frozen)
+            forms, _, of_frozen = torch_quantised.apart(layer, function)
+        options = activation, save, precision, order, row_precision, experts.local_experts, len(factors), forms
+        key, _ = runtime.key_of(function, options, (x, ids, weights, gate, up, w2, *of_fp8, *factors, *of_frozen))
         if not experts.has_passed(key):
-            layer = LayerArrays(x, ids, weights, gate, up, w2)
             of_layer = LayerOptions(activation, save, precision=precision)
             _check_arguments(layer, of_layer, experts, fp8_weights, row_precision, factors)
             if x.is_cuda and key is not None:
                 experts.note_passed(key)
-        if accumulate_into_main_grad and lora is not None:
-            expected = "False with lora"
-            raise checks.bad_value(function, "accumulate_into_main_grad", expected, repr(accumulate_into_main_grad))
         if accumulate_into_main_grad and torch.is_grad_enabled():
             into.update(main_grads(first, second, given, accumulate_into_main_grad, function))
         if grads and save is None:
@@ -474,7 +531,7 @@ def expert_parallel_moe(
 
     into: dict[str, MainGrad] = {}
     fp8_products = Fp8Products(precision, fp8_weights, keep_fp8_weights)
-    grads = required((x,), (weights,), (*parts, given, *factors))
+    grads = required((x,), (weights,), (gate, up, w2, *factors))
     pending = PendingExchange(x, ids, weights, experts, grads, check, row_precision == "fp8")
     route: Route | None = None
     wait: Callable[[], None] | None = None
@@ -487,8 +544,8 @@ def expert_parallel_moe(
         found = pending.finish() if route is None else route
         arguments = x.contiguous(), weights.contiguous(), gate, up, w2, found.ids
         scales = lora and lora.with_factors([None] * len(factors))
-        call = _Call(found, activation, save if grads else None, into, fp8_products, scales)
-        out: Tensor = _ExpertParallel.apply(*arguments, call, *factors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        call = _Call(found, activation, save if grads else None, into, fp8_products, scales, forms)
+        out: Tensor = _ExpertParallel.apply(*arguments, call, *factors, *of_frozen)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
 
     if shared is None or pending.error is not None:

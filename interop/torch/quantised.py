@@ -28,27 +28,30 @@ class Frozen(NamedTuple):
         return layer.with_weights(found)
 
 
-def apart(layer: LayerArrays) -> tuple[Frozen, LayerArrays, list[Tensor]]:
-    """Returns a layer's frozen weights, the layer with None in their place, and their tensors."""
+def apart(layer: LayerArrays, function: str = "moe") -> tuple[Frozen, LayerArrays, list[Tensor]]:
+    """Returns a layer's frozen weights, the layer with None in their place, and their tensors.
+
+    function: what the user called, for the errors of tensors that are none, or require a gradient.
+    """
     weights = layer.frozen
     parts: list[Tensor] = []
     forms = []
     for name, weight in weights.items():
-        of_weight = quantised_checks.parts_of("moe", name, weight)
-        _check(of_weight)
+        of_weight = quantised_checks.parts_of(function, name, weight)
+        _check(function, of_weight)
         parts += of_weight.values()
         nested = weight.nested and NestedScales(None, None, None)
         forms.append((name, weight._replace(data=None, scales=None, nested=nested)))
     return Frozen(tuple(forms)), layer.with_weights(dict.fromkeys(weights)), parts
 
 
-def _check(parts: Mapping[str, Any]) -> None:
+def _check(function: str, parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor):
-            raise checks.bad_type("moe", name, "a torch tensor", type(part))
+            raise checks.bad_type(function, name, "a torch tensor", type(part))
         if part.requires_grad:
             expected = "a part that requires no gradient, as the weight is frozen"
-            raise checks.bad_value("moe", name, expected, "one that requires it")
+            raise checks.bad_value(function, name, expected, "one that requires it")
 
 
 def check_eager(tensors: Sequence[Tensor | None]) -> None:

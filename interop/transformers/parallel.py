@@ -20,7 +20,7 @@ from moeblaze_cupy.interop.parallel.api import expert_parallel_moe
 from moeblaze_cupy.interop.parallel.exchanges import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.transformers import experts as transformers_experts
-from moeblaze_cupy.interop.transformers import lora, private
+from moeblaze_cupy.interop.transformers import lora, private, quantised
 from moeblaze_cupy.interop.transformers.formula import formula_of, name_of
 from moeblaze_cupy.interop.transformers.patches import OUT_OF_REACH, PATCHES
 from moeblaze_cupy.types import SAVE_POLICIES, QuantizedWeight
@@ -186,13 +186,16 @@ def _over_ranks(
     start = experts.rank * experts.local_experts
     w1, w2, biases = transformers_experts.arguments_of(module, _local)
     has_norm = getattr(module, "has_post_expert_norm", False)
-    plain = not (biases or has_norm or formula.gate_up != "halves" or isinstance(w1, QuantizedWeight))
+    plain = not (biases or has_norm or formula.gate_up != "halves")
     rows, wide = x, weights
     follows_autocast = torch_arguments.in_autocast(x)
     if follows_autocast and not plain:  # before rows travel; `expert_parallel_moe` does so itself
         (rows,), (wide,) = torch_arguments.autocast(x.device.type, (x,), (weights,))
+    elif plain and isinstance(w2, QuantizedWeight):
+        rows, w1, w2 = quantised.in_one_dtype(x, w1, w2)
     elif plain and not follows_autocast:
         rows = x.to(w2.dtype)
+    if plain and not follows_autocast:
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
     if plain:
         of_layer = transformers_experts.layer_options(save, precision)

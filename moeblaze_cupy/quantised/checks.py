@@ -51,6 +51,12 @@ def weight(function: str, argument: str, given: QuantizedWeight, parts: Mapping[
             raise checks.bad_value(function, f"{argument}.{name}", "16-byte aligned memory", hex(array.ptr))
 
 
+def decoded(given: QuantizedWeight, data: Array) -> Array:
+    """Returns the array that the layer reads in place of a weight, for checks. data: its part, described."""
+    _, K, N = given.shape
+    return Array(data.owner, data.ptr, given.shape, (N * K, 1, K), given.dtype, data.device)
+
+
 def multiple_of(format: str) -> int:
     """Returns what K has to be a multiple of: d of w1, h of w2. N K is then one of nf4's blocks."""
     return MXFP4_BLOCK if format == "mxfp4" else MULTIPLE

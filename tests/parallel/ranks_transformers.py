@@ -466,6 +466,41 @@ def adapters_on_spread_experts(rank, size, group):
 
 
 @case
+@needs_none(MISSING_PEFT)
+def adapters_on_packed_experts_that_are_spread(rank, size, group):
+    """The numbers of the packed model with adapters in one process, also under autocast."""
+    import peft
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    on_experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+    for autocast in (False, True):
+        models = []
+        for spread in (True, False):
+            model = model_of("Qwen3Moe", **sizes)
+            model.requires_grad_(False)
+            pack_experts(model, "nf4")
+            if spread:
+                parallelize_experts(model, init_device_mesh("cpu", (size,)))
+            torch.manual_seed(3)
+            models.append(peft.get_peft_model(model, on_experts))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = [loss_of(models[1], tokens_of(of, 9 + of)) for of in range(size)]
+            loss, logits = loss_of(models[0], tokens_of(rank, 9 + rank))
+        sum(loss for loss, _ in losses).backward()
+        loss.backward()
+        # bf16 has 8 bits; two layers round some ten times, and the ranks once more.
+        bound = 2.0**-5 if autocast else BOUND
+        assert difference(logits, losses[rank][1]) <= bound
+        want = {name: p.grad for name, p in models[1].named_parameters() if p.requires_grad}
+        found = {name: p.grad for name, p in models[0].named_parameters() if p.requires_grad}
+        assert found.keys() == want.keys() and len(want) == 2 * 2 * 2
+        for name, value in found.items():
+            dist.all_reduce(value)
+            assert difference(value, want[name]) <= bound, (autocast, name)
+
+
+@case
 @needs_none(MISSING_PEFT or NO_EXPERT_PARALLELISM_OF_TRANSFORMERS)
 def adapters_with_the_parallelism_of_transformers(rank, size, group):
     """Each rank has its experts' part of the factors' gradients."""
