@@ -139,7 +139,7 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     Each weight is freed once its module is packed. Forwards then need the experts implementation "moeblaze", or another
     name of `register`, without `precision`. Biases and routers stay parameters, which may train.
     model: in bf16, on the CPU also in fp32. On the device meta it gets empty parts, for
-    `load_state_dict(state, assign=True)`.
+    `load_state_dict(state, assign=True)`, and on the CPU the buffers that no state dict has.
     format: of `moeblaze_cupy.quantize_experts`. Experts that are packed in it stay as they are. None takes over what
     others have packed, in its memory: parameters that bitsandbytes' `replace_parameter_4bit` has in nf4 and blocks of
     64, and torchao's `Int8Tensor` and `Float8Tensor` with scales along K; both of (E, N, K). Tested with bitsandbytes
@@ -159,7 +159,9 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     lora.refuse_merged("pack_experts", model, found.values())
     for name, module in found.items():
         if _pack(name, module, format):
-            quantised.refuse_saving(model, module)
+            quantised.refuse_on(model, module)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        private.fill_buffers(model)
     if not found:
         expected = "experts that transformers dispatches or that `patch` serves"
         raise checks.bad_value("pack_experts", "model", expected, f"a {type(model).__name__} without")

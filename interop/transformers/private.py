@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.quantizers import quantizer_mxfp4
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -24,6 +25,7 @@ __all__ = [
     "checkpoint_functions",
     "converts",
     "experts_implementation",
+    "fill_buffers",
     "gate_method",
     "grouped_mm_experts_forward",
     "has_hooks",
@@ -176,6 +178,27 @@ def converts(name: str, kept: list[str] | None) -> bool:
 def keep_as_loaded(module: Any) -> None:
     """Has `from_pretrained` leave the module to its checkpoint, rather than initialise weights that it expects."""
     module._is_hf_initialized = True
+
+
+def fill_buffers(model: Any) -> None:
+    """Computes the buffers on meta that no state dict has, as `from_pretrained` does: frequencies of rotary embeddings.
+
+    Buffers that transformers does not compute stay on meta, and so do those of modules with parameters of their own.
+    """
+    owners: dict[Any, Any] = {}
+    for outer in model.modules():
+        if isinstance(outer, PreTrainedModel):  # an inner one comes later, and has its own rules
+            owners.update(dict.fromkeys(outer.modules(), outer))
+    for module, owner in owners.items():
+        found = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        found = {name: b for name, b in found.items() if b is not None and b.is_meta and b.is_floating_point()}
+        if not found or module._parameters:
+            continue
+        with torch.device("cpu"), torch.no_grad():
+            for name, buffer in found.items():
+                module._buffers[name] = torch.full_like(buffer, torch.nan, device="cpu")
+            owner._init_weights(module)
+        module._buffers.update({name: b for name, b in found.items() if module._buffers[name].isnan().any()})
 
 
 def is_loaded(parameter: Any) -> bool:

@@ -47,6 +47,7 @@ class LayerExtras(NamedTuple):
     x_scales: Any = None  #: scales of x, where it is the values of `Fp8Rows`
     decode: Callable[[Runtime, int], None] | None = None  #: the one of `PassExtras`, where it fills w1 or w2
     lora: Lora | None = None
+    frozen: tuple[str, ...] = ()  #: "w1" and "w2" of those that `decode` fills, which have no gradients
 
     @property
     def destination(self) -> Destination | None:
@@ -229,7 +230,7 @@ def forward(
         fp8_arrays = fp8_checks.arrays_of(function, options.precision, extras.fp8_weights)
         given = (*layer, *fp8_arrays, extras.x_scales, *(extras.lora.factors if extras.lora else ()))
         order, to = extras.fp8_weights and extras.fp8_weights.gate_up, extras.destination
-        key_options = options, order, to and to.place, extras.lora and extras.lora.scales
+        key_options = options, order, to and to.place, extras.lora and extras.lora.scales, extras.frozen
     look = Lookup("moe_forward", key_options, (), given)
     # A record says that such arguments have passed all checks. Only their contents may be other ones.
     record = None if checks.CHECKS_IDS else look.record
@@ -243,9 +244,9 @@ def forward(
         form = layer_arrays(layouts[:_LAYER]), options, call.limits, not fp8_arrays, to and to.place, factors
         record = look.keep_described(experts.configure_forward(*form), call, described)
         if call.compiles and options.save is not None and not to:
-            runtime.compile_ahead(
-                call.device, backward.configure_after(record.plan, form[0], call.limits, factors=factors)
-            )
+            beside = (), factors, extras_given.frozen
+            after = backward.configure_after(record.plan, form[0], call.limits, *beside)
+            runtime.compile_ahead(call.device, after)
     with current_device(record.device):
         return _launched_forward(look, record, extras)
 
@@ -259,7 +260,8 @@ def _forward_of_frozen(
     if layer.w1_up is not None:
         raise checks.bad_type(function, "w1", "arrays in a pair, or one QuantizedWeight of both", "a pair with one")
     decoded = scratch.decoded(function, frozen)
-    out, saved = forward(decoded.layer(layer), options, extras._replace(decode=decoded.decode), function)
+    of_frozen = extras._replace(decode=decoded.decode, frozen=tuple(frozen))
+    out, saved = forward(decoded.layer(layer), options, of_frozen, function)
     if saved is None:
         return out, None
     decoded.keep()

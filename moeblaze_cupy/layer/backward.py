@@ -225,10 +225,12 @@ def configure_after(
     limits: DeviceLimits,
     accumulate: Accumulated = (),
     factors: Lora | None = None,
+    frozen: tuple[str, ...] = (),
 ) -> Backward:
     """Configures the backward after a forward, for the gradients that one computes unless told, of packed memory.
 
-    layer, factors: the layouts that the forward was configured with. accumulate: see `configure_backward`.
+    layer, factors: the layouts that the forward was configured with. accumulate: see `configure_backward`. frozen: the
+    names of weights that have no gradients.
     """
     options, index, device = forward.options, forward.dispatch.index, layer.x.device
     biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
@@ -239,7 +241,8 @@ def configure_after(
         forward.first_layer and packed(forward.first_layer, forward.first_layer_dtype, device),
         packed(forward.y_swi, forward.dtype, device) if forward.keeps_y_swi else None,
     )
-    how = BackwardOptions(("x", "weights", "lora") if factors else (*GRADIENTS, *biases))
+    needs = ("x", "weights", "lora") if factors else (*GRADIENTS, *biases)
+    how = BackwardOptions(tuple(name for name in needs if name not in frozen))
     return configure_backward(arrays, options, how, accumulate, limits, index, factors=factors)
 
 

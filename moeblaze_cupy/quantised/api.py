@@ -43,6 +43,9 @@ def quantize_experts(w1: Any, w2: Any, format: str) -> tuple[QuantizedWeight, Qu
     up, down = call.described["w1"], call.described["w2"]
     checks.shape(name, "w2", down, "E, h, d", (None, None, None))
     E, h, d = down.shape
+    if 0 in down.shape:
+        raise checks.bad_value(name, "w2", "shape (E, h, d) with sizes of at least 1", down.shape)
+    checks.experts(name, "w2", E)
     if len(up.shape) != 3 or up.shape[:2] != (E, d) or up.shape[2] not in (h, 2 * h):
         expected = f"shape ({E}, {d}, {h}) or ({E}, {d}, {2 * h}), as w2 is (E, h, d) = {down.shape}"
         raise checks.bad_value(name, "w1", expected, up.shape)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
+from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.quantised import scratch
 from moeblaze_cupy.types import WEIGHT_FORMATS
 from tests.cases import Case, make_inputs
@@ -265,6 +266,30 @@ def test_a_captured_call_decodes_for_itself():
         grads = layers.backward(0, eager[1])  # another call: the kept memory still holds its weights
         assert layers.decodes() == 0
         layers.check(0, eager[0], grads)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("packed", [("w1", "w2"), ("w1",), ("w2",), ()])
+def test_a_first_call_compiles_no_gradients_of_frozen_weights(packed, biases):
+    """What its forward asks for ahead is what its backward asks for, whatever a call with other weights compiled."""
+    x, ids, weights, grad_out = inputs_of()
+    options = with_biases({"biases": biases}, *(SIZES[letter] for letter in "Edh"))
+    with emulated() as device, pytest.MonkeyPatch.context() as patch:
+        asked = []
+        patch.setattr(loader, "compile_ahead", lambda _, variants: asked.append(list(variants)) or True)
+        arrays = [device.put(array) for array in (x, ids, weights)]
+        options = {name: device.put(value) for name, value in options.items()}
+        given = [
+            on_device(device, weight) if name in packed else device.put(decoded(weight))
+            for name, weight in zip(("w1", "w2"), frozen("int8"), strict=True)
+        ]
+        _, saved = mb.moe_forward(*arrays, *given, **options)
+        mb.moe_backward(device.put(grad_out), saved)
+        device.synchronize()
+    _, by_forward, by_backward = (variants for variants in asked if len(variants) > 1)
+    assert by_forward == by_backward
+    names = {variant.entry for variant in by_forward}
+    assert any("wgrad" in name for name in names) == (len(packed) < 2), names
 
 
 def test_no_tokens():

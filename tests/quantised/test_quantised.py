@@ -208,6 +208,12 @@ def bad_calls():
             TypeError,
             "quantize_experts: w1: expected dtype bfloat16 or float32",
         ),
+        (
+            good,
+            (w1[:0], w2[:0], "nf4"),
+            ValueError,
+            "quantize_experts: w2: expected shape (E, h, d) with sizes of at least 1, got (0, 96, 64)",
+        ),
         (good, (nan, w2, "int8"), ValueError, "quantize_experts: w1: expected finite weights, got infinities or NaN"),
         (
             good,

@@ -226,7 +226,6 @@ def test_state_dict(format):
         pack_experts(loaded, format)
     other.load_state_dict(torch.load(stored))
     on_meta.load_state_dict(state, assign=True)
-    on_meta.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # whose buffers no state dict has
     for loaded in (other, on_meta):
         for name, parameter in loaded.named_parameters():
             parameter.requires_grad_(model.get_parameter(name).requires_grad)
@@ -254,6 +253,11 @@ def test_weights_are_freed_module_by_module(monkeypatch):
     assert alive == [4, 2] and not any(ref() is not None for ref in whole)
     after = sum(p.nbytes for name in NAMES for p in model.get_submodule(name).parameters())
     assert after == before * 4.25 / 16
+    held = weakref.ref(model)
+    gc.disable()
+    del model
+    gc.enable()
+    assert held() is None  # not only when cycles are collected
 
 
 def test_trainer_with_adapters_on_attention(tmp_path):
@@ -367,8 +371,16 @@ def test_messages(tmp_path):
     pack_experts(model, "nf4")
     with expect(ValueError, f"pack_experts: {first}: expected experts in floats or 'int8', got 'nf4'"):
         pack_experts(model, "int8")
-    with expect(RuntimeError, "only Tensors of floating point"):
-        copy.deepcopy(model).requires_grad_(True)
+    copied, stored = copy.deepcopy(model), io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    assert [of.requires_grad_(False) for of in (copied, loaded, copied.model)] == [copied, loaded, copied.model]
+    for part in (model, copied, loaded, copied.model):
+        with expect(RuntimeError, "requires_grad_: expected False for a module with packed experts, which are frozen"):
+            part.requires_grad_(True)
+    copied.lm_head.requires_grad_(True)
+    assert not any(parameter.requires_grad for parameter in copied.requires_grad_(False).parameters())
     experts = model.get_submodule(first)
     experts.gate_up_proj.requires_grad_()
     with expect(ValueError, "moeblaze: Qwen3MoeExperts.gate_up_proj: expected a frozen weight, as it is packed"):
