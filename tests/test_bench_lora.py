@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, inputs, lora, measure, quantised  # noqa: E402
+from bench import cases, inputs, lora, lora_stack, measure, quantised  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 GRADIENTS = {"out", "x", "weights"}
@@ -133,6 +133,55 @@ def test_wrong_numbers_get_no_time(monkeypatch):
         quantised.passes(quantised.TINY, 48, 0.001, 2)
     with pytest.raises(AssertionError, match=r"mxfp4 on tiny: relative error above 0\.02: "):
         quantised.errors(quantised.TINY, "gaussian")
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(lora_stack, "in_own_process", lora_stack.row_of)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_stack_by_each_format(tmp_path, capsys):
+    quick = "--format", "bf16,mxfp4", "--window", "0.01", "--rounds", "2"
+    lora_stack.main("--tiny", *quick, "--out", str(tmp_path / "record.json"))
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [row["format"] for row in record["rows"]] == ["bf16", "mxfp4"]
+    weights, biases = 2 * 4 * 3 * 64 * 64, 2 * 4 * (2 * 64 + 64) * 2
+    routers = 2 * 4 * 64 * 2
+    of_bits = {"bf16": 16, "mxfp4": 4.25}
+    factors = 2 * 4 * 16 * (64 + 2 * 64 + 64 + 64) * 4
+    for row in record["rows"]:
+        assert row["factors_bytes"] == factors and row["tokens_per_second"]["median"] > 0
+        assert row["experts_bytes"] == weights * of_bits[row["format"]] / 8 + biases + routers
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", head) == ["case", "experts", "tokens", "tokens/s", "peak GiB"]
+    assert [re.split(r"  +", line)[:3] for line in lines] == [["tiny", row["format"], "48"] for row in record["rows"]]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_stack_that_does_not_fit_is_a_row(monkeypatch, capsys):
+    def fails(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(lora_stack.Layer, "forward", fails)
+    lora_stack.main("--tiny", "--format", "nf4")
+    assert re.split(r"  +", capsys.readouterr().out.splitlines()[1]) == ["tiny", "nf4", "48", "out of memory", "-"]
+
+
+def test_a_stack_that_does_not_train_gets_no_time(monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
+    with pytest.raises(AssertionError, match=r"0\.moe\.lora_a1 did not change"):
+        lora_stack.row_of("tiny", "int8", 48, 0.01, 2)
+
+
+@pytest.mark.long
+def test_a_row_of_a_stack_is_a_process():
+    row = lora_stack.in_own_process("tiny", "mxfp4", 48, 0.01, 2)
+    assert row["tokens_per_second"]["median"] > 0
+    with pytest.raises(
+        RuntimeError, match=r"(?s)bench.lora_stack: \('tiny', 'fp3', 48, 0.01, 2\): expected a row, got .*fp3"
+    ):
+        lora_stack.in_own_process("tiny", "fp3", 48, 0.01, 2)
 
 
 def cells(row: str) -> list[str]:
