@@ -26,6 +26,7 @@ from tests.parallel import (
     ranks_hosts,  # noqa: F401
     ranks_lora,  # noqa: F401
     ranks_quantised,  # noqa: F401
+    ranks_torchtitan,  # noqa: F401
 )
 from tests.parallel.rank_processes import answer
 from tests.parallel.ranks_common import CASES, GPU_CASES, GPU_TIMEOUT, TIMEOUT

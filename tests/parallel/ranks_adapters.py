@@ -1,13 +1,15 @@
 """Cases of `examples/torchtitan_experts.py` over gloo, with the torchtitan that is installed."""
 
 import contextlib
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from inspect import signature
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from moeblaze_cupy.interop.parallel import ExpertGroup
+from tests.environment import ROOT
 from tests.parallel.ranks_common import D, E, Inputs, K, case, counts_of, difference, expect, results_of
 from tests.torch_versions import needs_none
 
@@ -66,7 +68,8 @@ def dense(x_BLD, scores_BLK, ids_BLK, _, experts):
     """Every expert for every token, the chosen ones weighted."""
     gate, up = (torch.einsum("bld,efd->blef", x_BLD, w) for w in (experts.w1_EFD, experts.w3_EFD))
     outs = torch.einsum("blef,edf->bled", torch.nn.functional.silu(gate) * up, experts.w2_EDF)
-    return torch.einsum("blkd,blk->bld", outs.gather(2, ids_BLK.unsqueeze(3).expand(*ids_BLK.shape, D)), scores_BLK)
+    chosen = outs.gather(2, ids_BLK.unsqueeze(3).expand(*ids_BLK.shape, outs.shape[-1]))
+    return torch.einsum("blkd,blk->bld", chosen, scores_BLK)
 
 
 def leaves(size):
@@ -204,12 +207,55 @@ def torchtitan_in_fp8(rank, size, group):
 @case
 @needs_torchtitan
 def torchtitans_other_experts(rank, size, group):
-    """Experts of another formula are refused."""
+    """Experts of another formula and those that a converter gave other products are refused."""
     imported()
+    from torchtitan.components.quantization import float8, mx
+    from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.gpt_oss import gptoss_configs
 
     from examples.torchtitan_experts import routed_experts
 
     config = gptoss_configs["debugmodel"](attn_backend="flex", moe_comm_backend="standard")
-    text = "inner_experts: expected GroupedExperts.Config, got GptOssGroupedExperts.Config"
-    expect(NotImplementedError, text, routed_experts, config.layers[0].moe.routed_experts)
+    text = "inner_experts: expected GroupedExperts.Config, got "
+    expect(NotImplementedError, text + "GptOss", routed_experts, config.layers[0].moe.routed_experts)
+    config = config_of().routed_experts
+    for kind in (float8._get_float8_grouped_experts_cls, mx._get_mxfp8_grouped_experts_cls):  # what converters put
+        converted = kind(GroupedExperts)
+        config.inner_experts = converted.Config(dim=D, hidden_dim=H, num_experts=E)
+        expect(NotImplementedError, f"{text}{converted.__name__}.Config", routed_experts, config)
+
+
+def forward_of_main(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
+    """Has the arguments of torchtitan's main."""
+
+
+def forward_of_tomorrow(self, x_TD, plan):
+    """Has arguments that no torchtitan had."""
+
+
+@case
+@needs_torchtitan
+def torchtitans_other_arguments(rank, size, group):
+    """Main's (T, d) in place of (B, L, d), under the names that its plans of sharding have, and unknown ones."""
+    imported()
+    from torchtitan.models.common.moe import RoutedExperts
+
+    own = RoutedExperts.forward
+    try:
+        for forward in (forward_of_main, forward_of_tomorrow):
+            RoutedExperts.forward = forward
+            place = spec_from_file_location(f"examples.{forward.__name__}", ROOT / "examples/torchtitan_experts.py")
+            place.loader.exec_module(example := module_from_spec(place))
+            if forward is forward_of_main:
+                module = example.routed_experts(config_of().routed_experts).build().double()
+        text = "RoutedExperts.forward: expected ['x', 'topk_scores', 'topk_expert_ids', 'num_local_tokens_per"
+        expect(NotImplementedError, text, example.routed_experts, config_of().routed_experts)
+    finally:
+        RoutedExperts.forward = own
+    assert list(signature(type(module).forward).parameters) == list(signature(forward_of_main).parameters)
+    x, _, weights = leaves(1)
+    module.load_state_dict({name[len("routed_experts.") :]: w for name, w in weights.items() if "inner" in name})
+    scores, ids = torch.rand(B * L, K, dtype=torch.float64), torch.rand(B * L, E).topk(K).indices
+    got = module(x.view(-1, D), scores, ids, None)
+    want = dense(x, scores.view(B, L, K), ids.view(B, L, K), None, module.inner_experts).flatten(0, 1)
+    assert difference(got, want) <= 1e-14
