@@ -29,6 +29,7 @@ from moeblaze_cupy.interop.torch.autograd import (
     main_grads,
     record_inputs,
     stand_in,
+    waited,
 )
 from moeblaze_cupy.interop.torch.sums import expect_gathered
 from moeblaze_cupy.layer.api import LayerExtras, values_and_scales
@@ -484,6 +485,7 @@ def expert_parallel_moe(
     All ranks call it, forward and backward, equally often. There are no second derivatives.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.interop.parallel.exchange` does.
     """
+    x, ids, weights = map(waited, (x, ids, weights))
     parts = pair(w1)
     gate, up = (*parts, None, None)[:2]
     first, second, given = gate, up, cast(Tensor, w2)  # the caller's form

@@ -86,6 +86,8 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 
     def decorate(backward: Backward) -> Backward:
         def eager(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+            if not _PLAIN.issuperset(map(type, grad_outputs)):
+                grad_outputs = tuple(map(waited, grad_outputs))
             if transformed():  # saved tensors are otherwise to be asked for once, by the backward
                 outside_of_vmap(function, "gradient", (*grad_outputs, *ctx.saved_tensors))
             if not torch.is_grad_enabled():
@@ -123,6 +125,26 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 KEEP_SAVED = "pass keep_saved=True to moe or MoE"  # what allows a second backward
 OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `fsdp_e4m3.Gathered` gives again in backward
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return private.waited(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def waited(tensor: Any) -> Any:
+    """Returns what a functional collective of torch.distributed is still to fill as a plain tensor, others as is.
+
+    DTensor.redistribute(async_op=True) gives such tensors, forward and as gradients. They have no memory of their own.
+    """
+    if type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    return _Waited.apply(tensor)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
 
 
 def needs_operators(tensors: Sequence[Any]) -> bool:

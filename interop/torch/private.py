@@ -76,6 +76,12 @@ def is_reached(node: Any) -> bool:
         return False
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """Returns the plain tensor of an AsyncCollectiveTensor, which a collective fills, once it has on this stream."""
+    found: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]  # torch documents no type of it
+    return found.detach()
+
+
 #: torch 2.6 sets no flag while torch.export runs, 2.7 and 2.8 set none while dynamo traces.
 HAS_EXPORT_FLAG = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 

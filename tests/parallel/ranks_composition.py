@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_cupy.interop.parallel import ExpertGroup, clip_grad_norm_, exchange, expert_parallel_moe
@@ -482,3 +482,38 @@ def rows_by_another_engine(rank, size, group):
     out.backward(inputs.grad[inputs.here])
     grads = {"out": out.detach(), "x": x.grad, "weights": weights.grad, "w1": w1.grad, "w2": w2.grad}
     compare(inputs, grads, 1e-14, same_bits=False)
+
+
+@case
+def tensors_that_collectives_still_fill(rank, size, group):
+    """Results of DTensor.redistribute(async_op=True) in place of what they hold, forward and as gradients."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+
+    def on_its_way(tensor):
+        """tensor by a sum over ranks, to which rank 0 adds it."""
+        part = DTensor.from_local(tensor * int(rank == 0), mesh, [Partial()])
+        found = part.redistribute(placements=[Replicate()], async_op=True).to_local()
+        assert type(found) is not torch.Tensor
+        return found
+
+    inputs = Inputs(0, counts_of(size, "equal"))
+    x, weights, ids, w1, w2, grad = inputs.x, inputs.weights, inputs.ids, inputs.w1, inputs.w2, inputs.grad
+    own = slice(rank * E // size, (rank + 1) * E // size)
+    experts = ExpertGroup(group, E)
+    logits = torch.randn(len(x), E, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    calls = {
+        "moe": lambda x, weights, ids: moe(x, ids, weights, w1, w2),
+        "expert_parallel_moe": lambda x, weights, ids: expert_parallel_moe(x, ids, weights, w1[own], w2[own], experts),
+        "route": lambda x, weights, ids: route(x[:, :1] + logits, K)[0] @ torch.ones(K, D, dtype=x.dtype) + x,
+    }
+    for name, call in calls.items():
+        results = []
+        for passed in (torch.clone, on_its_way):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+            out = call(*map(passed, leaves), passed(ids))
+            out.backward(passed(grad))
+            results.append([out, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+        want, got = results
+        got[1:] = [DTensor.from_local(tensor, mesh, [Partial()]).full_tensor() for tensor in got[1:]]
+        for mine, theirs in zip(got, want, strict=True):
+            assert torch.equal(mine, theirs), name
