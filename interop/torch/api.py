@@ -613,12 +613,6 @@ class MoE(torch.nn.Module):
         """`w2_storage` as the array functions' w2: a view (E, h, d)."""
         return self._view(self.w2_storage)
 
-    def requires_grad_(self, requires_grad: bool = True) -> "MoE":
-        if self.expert_format is None:
-            return super().requires_grad_(requires_grad)
-        torch_quantised.requires_grad(self, requires_grad)
-        return self
-
     def _view(self, weight: torch.nn.Parameter | None) -> torch.Tensor:
         if weight is None or self._sharded:
             raise AttributeError  # torch then says that the module has no such attribute

@@ -77,15 +77,6 @@ def as_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
     return {name: part.contiguous().view(torch.uint8) for name, part in parts.items()}
 
 
-def requires_grad(module: torch.nn.Module, requires_grad: bool) -> torch.nn.Module:
-    """`torch.nn.Module.requires_grad_` of a module with packed experts, whose bytes torch lets require no gradient."""
-    if requires_grad:
-        expected = "False for a module with packed experts, which are frozen"
-        advice = "call it on the other parameters, those with is_floating_point() and numel(), or train adapters"
-        raise RuntimeError(f"requires_grad_: expected {expected}, got True; {advice}")
-    return torch.nn.Module.requires_grad_(module, False)
-
-
 def check_widths(function: str, format: str, d_model: int, d_hidden: int) -> None:
     """Checks the widths of a module whose experts are packed in this format."""
     multiple = quantised_checks.multiple_of(format)

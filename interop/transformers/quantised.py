@@ -1,7 +1,6 @@
 """Experts of transformers' models in four and eight bits, in the place of their weights."""
 
 import math
-import weakref
 from typing import Any
 
 import torch
@@ -86,36 +85,12 @@ def _suffixes(weight: QuantizedWeight) -> dict[str, str]:
     return {"data": "blocks" if weight.format == "mxfp4" else "data", "scales": "scales", **nested}
 
 
-def refuse_on(model: torch.nn.Module, module: Any, saving: bool = True) -> None:
-    """Has methods raise in the models of transformers, within this one, that have the packed module in them.
-
-    These are `requires_grad_`, for True, and with `saving` also `save_pretrained`.
-    """
+def refuse_saving(model: torch.nn.Module, module: Any) -> None:
+    """Has `save_pretrained` raise in the models of transformers, within this one, that have the module in them."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and any(inner is module for inner in part.modules()):
-            # Methods would stay those of the first model in its copies.
-            part.requires_grad_ = _RequiresGrad(part)  # type: ignore[method-assign]
-            if saving:
-                part.save_pretrained = _no_saving  # type: ignore[method-assign]
-
-
-class _RequiresGrad:
-    """`requires_grad_` of a model with packed experts, which is held weakly, as a cycle would keep its memory."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
-
-    def __call__(self, requires_grad: bool = True) -> Any:
-        model = self._model()
-        assert model is not None
-        return torch_quantised.requires_grad(model, requires_grad)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_RequiresGrad":
-        model = self._model()
-        return _RequiresGrad(memo.get(id(model), model))
-
-    def __reduce__(self) -> Any:
-        return _RequiresGrad, (self._model(),)
+            # A method would stay that of the first model in its copies.
+            part.save_pretrained = _no_saving  # type: ignore[method-assign]
 
 
 def _no_saving(*_: Any, **__: Any) -> None:
@@ -308,8 +283,6 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
         missing = []
         for prefix, module in model.named_modules():
             places = getattr(module, "moeblaze_packed", {})
-            if places:
-                refuse_on(model, module, saving=False)
             for name in places:
                 place = getattr(module, name)
                 place.data = place.data.to(getattr(module, f"{name}_scales").device)
