@@ -1,6 +1,6 @@
-"""The layer on other GPUs than the one of docs/results.md's tables, from `python -m bench --suite layer`.
+"""The layer on other GPUs than the one of docs/results.md's tables.
 
-bench/records/other_gpus/ has a record for each GPU.
+bench/records/other_gpus/ has a record for each GPU, of `python -m bench --suite layer` or of `python -m bench.card`.
 """
 
 import json
@@ -30,6 +30,11 @@ def records() -> list[dict]:
     return list(found.values())
 
 
+def _name(record: dict) -> str:
+    """Of the GPU, and of the kernels where bench.card chose them."""
+    return record["machine_info"]["gpu"] + (", portable kernels" if "tier" in record else "")
+
+
 def layers(record: dict) -> list[dict]:
     """Of each case that ran both passes beside its bound and the peer: case, GPU's times, and ratios by name."""
     entries = {(e["case"], e["provider"]): e for e in merged_layers(rows_of(record, "layer"))}
@@ -51,7 +56,7 @@ def headline() -> list[str]:
         rows = layers(record)
         bound, speed = ([row["passes"][SHOWN[1]][i] for row in rows] for i in (1, 2))
         lines += [
-            f"{record['machine_info']['gpu']}: a training pass takes {span(bound)} times as long as its products in",
+            f"{_name(record)}: a training pass takes {span(bound)} times as long as its products in",
             f"cuBLAS, and torch's `grouped_mm` {span(speed)} times as long as this layer "
             f"(median {statistics.median(speed):.2f}, {len(rows)} layers).",
         ]
@@ -69,7 +74,7 @@ def section(table: Callable[[list[str], Iterable[list[str]]], list[str]]) -> lis
             for seconds, bound, speed in row["passes"].values():
                 cells += [number(seconds * 1e3), f"{bound:.2f}", f"{speed:.2f}"]
             rows.append([*cells, f"{row['peak']:.2f}"])
-        about = f"{machine['gpu']}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
+        about = f"{_name(record)}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
         lines += ["", f"{about}, commit `{record['commit_info']['id']}`."]
         passes = ("forward", "with backward")
         head = [f"{name}{what}" for name in passes for what in (", ms", ", over bound", ", torch's time")]

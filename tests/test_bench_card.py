@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import card, cases, kernels, mma, nvrtc  # noqa: E402
+from bench import card, cases, kernels, mma, nvrtc, other_gpus, report  # noqa: E402
 
 CEILING = {"mma_tflops": 200.0, "mma_flops_per_processor_and_clock": 1000.0}
 
@@ -66,9 +66,15 @@ def suite(group: str) -> dict:
         ours = [row(1.0, provider="moeblaze", kernel=name, tflops=150.0) for name in ("up_fwd", "down_fwd + sums")]
         rows = [*ours, row(1.0, provider="cublas_bound", kernel="up_fwd", tflops=180.0)]
     else:
-        times = (("moeblaze", 2.0), ("torch_grouped_mm", 3.0))
-        rows = [row(seconds, provider=name, **{"pass": "forward"}) for name, seconds in times]
-    machine = {"gpu": "NVIDIA GeForce RTX 4090", "matmul_tflops": 160.0, "copy_gb_per_s": 900.0}
+        times = (("cublas_bound", 1.0), ("moeblaze", 2.0), ("torch_grouped_mm", 3.0))
+        more = {"peak_mib": 64.0}
+        rows = [
+            row(seconds, provider=name, back_to_back_ms=1e3 * seconds, **more, **{"pass": what})
+            for name, seconds in times
+            for what in ("forward", "forward_backward")
+        ]
+    machine = {"gpu": "NVIDIA GeForce RTX 4090", "matmul_tflops": 160.0, "copy_gb_per_s": 900.0, "torch": "2"}
+    machine |= {"driver": "1", "power_limit_w": "450"}
     return {"machine_info": machine, "commit_info": {"id": "c"}, "datetime": "2026-01-01", "benchmarks": rows}
 
 
@@ -97,7 +103,7 @@ def test_both_suites_run_with_the_portable_kernels_and_make_one_record(measured)
     asked, record, lines = measured
     assert asked["suite"] == ["grouped_gemm", "layer"] and asked["tier"] == "sm80" and asked["order"] == "transposed"
     assert set(asked["case"].split(",")) <= cases.LAYERS.keys()
-    assert record["ceiling"] == CEILING and record["tier"] == "sm80" and len(record["benchmarks"]) == 5
+    assert record["ceiling"] == CEILING and record["tier"] == "sm80" and len(record["benchmarks"]) == 9
     assert lines[-1].endswith("card.json is the record. Please send it back.")
 
 
@@ -114,6 +120,16 @@ def test_a_card_of_which_nothing_is_expected_has_its_shares():
     record["machine_info"]["gpu"] = "NVIDIA GeForce RTX 3090"
     assert card.card_text(record)[2].endswith("75         -")
     assert all(len(spans) == len(kernels.GEMMS) for spans in card.EXPECTED.values())
+
+
+def test_the_page_shows_a_record_that_was_sent_back(measured, tmp_path, monkeypatch):
+    _, record, _ = measured
+    (tmp_path / "rtx4090.json").write_text(json.dumps(record))
+    (tmp_path / "card.json").unlink()
+    monkeypatch.setattr(other_gpus, "FOLDER", tmp_path)
+    text = "\n".join([*other_gpus.headline(), *other_gpus.section(report.table)])
+    assert "NVIDIA GeForce RTX 4090, portable kernels, 450 W, driver 1, torch 2, commit `c`." in text
+    assert "| conf5 | 2,000 | 2.00 | 1.50 | 2,000 | 2.00 | 1.50 | 1.00 |" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure on the GPU")
