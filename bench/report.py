@@ -288,13 +288,11 @@ def kernel_section(records: Records) -> list[str]:
     order = {(r["case"], r["kernel"]): r["seconds"] for r in rows if r["order"] == "row"}
     shown = [r for r in rows if r["order"] == "transposed"]
     lines = [
-        [r["case"], r["kernel"], ms(r["seconds"]), ratio(r.get("times_bound")), number(r.get("tflops")),
-         ratio(r.get("share_of_roofline"))]
-        for r in shown
-    ]  # fmt: skip
+        [r["case"], r["kernel"], ms(r["seconds"]), ratio(r.get("times_bound")), number(r.get("tflops"))] for r in shown
+    ]
     both = [order[key] / r["seconds"] for r in shown if (key := (r["case"], r["kernel"])) in order]
     about = ["", f"With row-major weights a product takes {span(both)} times as long."] if both else []
-    return [*about, *table(["case", "kernel", "ms", "times cuBLAS", "TFLOP/s", "of roofline"], lines)]
+    return [*about, *table(["case", "kernel", "ms", "times cuBLAS", "TFLOP/s"], lines)]
 
 
 def gather_section(records: Records) -> list[str]:
