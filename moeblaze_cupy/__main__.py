@@ -12,6 +12,7 @@ from moeblaze_cupy.types import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
 
 BIAS_DTYPES = ("weights", "float32")
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of the kernels
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # GPUs whose limits `explain` knows
 TIERS = ("sm80", "sm90")
@@ -34,12 +35,14 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(ACTIVATIONS)} (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--gate-up", choices=GATE_UP, default="halves", help="order of w1's columns (%(default)s)")
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the products (%(default)s)")
+    parser.add_argument("--precision", choices=("fp8",), help="of the products, if not that of --dtype")
     parser.add_argument(
         "--lora-rank", type=integer(1, MAX_RANK), metavar="R", help="rank of factors beside both weights"
     )
     parser.add_argument("--bias", choices=BIAS_DTYPES, help="biases, in the weights' dtype or float32 (none)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument(
+        "--dtype", type=lambda text: SHORT.get(text, text), choices=DTYPES, default="bfloat16", help="(%(default)s)"
+    )
     parser.add_argument(
         "--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)"
     )

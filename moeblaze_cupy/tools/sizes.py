@@ -29,7 +29,7 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         ),
         bias=args.dtype if args.bias == "weights" else args.bias,
         gate_up=args.gate_up,
-        precision=None if args.precision == "bf16" else args.precision,
+        precision=args.precision,
         lora_rank=args.lora_rank,
     )
     if s.gate_up == "interleaved" and s.g == 1:
@@ -75,7 +75,7 @@ def as_json(s: LayerShape) -> dict[str, Any]:
         "k": s.k,
         "activation": s.activation,
         "gate_up": s.gate_up,
-        "precision": s.precision or "bf16",
+        "precision": s.precision,
         "bias": s.bias,
         "dtype": s.dtype,
         "order": "transposed" if s.transposed else "row",

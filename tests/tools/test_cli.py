@@ -190,6 +190,13 @@ def test_plan_of_the_portable_kernels(option, capsys):
     assert "portable kernels" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("short", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_a_short_name_of_a_dtype_is_taken(short, dtype, capsys):
+    assert run("plan --tokens 100 --d-model 64 --d-hidden 32 --experts 4 --k 2 --json --dtype", short) == 0
+    layer = json.loads(capsys.readouterr().out)["layer"]
+    assert (layer["dtype"], layer["precision"]) == (dtype, None)
+
+
 def sections(output):
     """{heading: [(buffer, columns that have it)]} of what `plan` prints."""
     _, *parts, work = output.split("\n\n")
