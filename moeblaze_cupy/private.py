@@ -34,6 +34,15 @@ def transform(given: Iterable[Any]) -> str | None:
     return None
 
 
+def break_at(function: Any, reason: str) -> None:
+    """Has torch.compile end its graph at calls of a function, and say why, before anything of torch is imported.
+
+    torch.compiler.disable sets these attributes. The second has a reader in newer versions.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason
+
+
 def stream(device: int) -> int:
     """The current stream of a device, which `_cuda_getCurrentRawStream` gives without a Stream object around it."""
     pointer: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
