@@ -28,17 +28,24 @@ def load_balancing_loss(counts: torch.Tensor, sums: RouterSums) -> torch.Tensor:
 
     f is an expert's share of the slots and has no gradient. q is its share of the tokens' scores. With S sequences
     the loss is the mean of the losses of each, which is DeepSeek's and Megatron's loss per sequence.
-    counts: (S, E), (1, E) or (E,), of any integer or floating-point dtype: slots of each expert, as
+    counts: (S, E) as the sums, or (E,) for S = 1, of any integer or floating-point dtype: slots of each expert, as
     `moeblaze_cupy.tokens_per_expert` gives them. For a larger batch than this call,
     first add them up over micro-batches, or over ranks by all_reduce.
     sums: `moeblaze_cupy.RouterSums` with score_sums (S, E), from `route` or `MoE` with sums=("softmax",), or another
     score's name.
     Returns float32, or float64 for such logits, differentiable in the logits. Raises TypeError for sums without
-    score_sums, and ValueError for counts of another number of experts.
+    score_sums, and ValueError for counts of another number of experts, or of sequences: counts and sums need the same
+    `sequences`.
     Source: Switch Transformers, arXiv 2101.03961, section 2.2, for k experts per token.
     """
     scores = _asked("load_balancing_loss", sums, "score_sums", '"softmax"')
     slots = _counts("load_balancing_loss", counts, scores.shape[1]).detach().to(scores.dtype)
+    of_counts = slots.shape[0] if slots.dim() == 2 else 1
+    if of_counts != scores.shape[0]:
+        expected = (
+            f"those of S = {scores.shape[0]} sequences, as the sums (sequences= of tokens_per_expert and of route)"
+        )
+        raise checks.bad_value("load_balancing_loss", "counts", expected, f"S = {of_counts}")
     slots = slots / slots.sum(dim=-1, keepdim=True).clamp(min=1)
     tokens = scores.detach().sum(dim=1, keepdim=True).clamp(min=1)  # a token's scores add up to 1
     return scores.shape[1] * (slots * scores / tokens).sum(dim=1).mean()

@@ -1,13 +1,17 @@
 """Ready balancing losses and the bias step, against formulas in float64 that autograd differentiates."""
 
+import functools
+
 import pytest
 
 import moeblaze_cupy as mb
+from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.types import RouterSums
 
 torch = pytest.importorskip("torch")
 
 from moeblaze_cupy.interop.torch import MoE, load_balancing_loss, route, update_bias, z_loss  # noqa: E402
+from moeblaze_cupy.interop.torch.private import GRAPH_BREAKS_HAVE_REASONS  # noqa: E402
 
 L, E, K, S = 96, 12, 3, 4
 # float32 sums of 96 values of size 1 and their shares; in float64 all is float64
@@ -148,10 +152,30 @@ def test_errors_name_the_function_and_the_argument():
         z_loss(sums, L)
     with pytest.raises(ValueError, match=rf"^load_balancing_loss: counts: expected .*E = {E}, got \(1, 11\)"):
         load_balancing_loss(counts[:, :-1], sums)
+    for of_counts, of_sums in ((1, 2), (2, 1), (2, 4)):  # the first two would broadcast to another loss
+        _, ids, sums = route(logits_of(8), K, sums=("softmax",), sequences=of_sums)
+        expected = rf"^load_balancing_loss: counts: expected those of S = {of_sums} sequences.*, got S = {of_counts}"
+        with pytest.raises(ValueError, match=expected):
+            load_balancing_loss(mb.tokens_per_expert(ids, E, sequences=of_counts), sums)
     with pytest.raises(TypeError, match=r"^update_bias: bias: expected torch.float32, got torch.bfloat16"):
         update_bias(torch.zeros(E, dtype=torch.bfloat16), counts)
     with pytest.raises(ValueError, match=rf"^update_bias: counts: expected .*E = {E}, got \(1, 11\)"):
         update_bias(torch.zeros(E), counts[:, :-1])
+
+
+@graph_break
+def never_called(ids):
+    return ids
+
+
+def test_one_graph_is_refused_with_the_reason():
+    """Also where the first call of a function is compiled."""
+    ids = route(logits_of(8), K)[1]
+    for function in (never_called, functools.partial(mb.tokens_per_expert, num_experts=E)):
+        compiled = torch.compile(lambda ids, function=function: function(ids), backend="eager", fullgraph=True)
+        expected = r"(never_called|tokens_per_expert) of moeblaze_cupy has no operator"
+        with pytest.raises(RuntimeError, match=expected if GRAPH_BREAKS_HAVE_REASONS else ""):
+            compiled(ids)
 
 
 def test_losses_compile_to_one_graph():
