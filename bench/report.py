@@ -362,7 +362,8 @@ INTRODUCTION = """How to read the tables:
 - The bound is the time of the layer's matrix products alone in cuBLAS, with equal tokens per expert, no routing and no
   activation. A fused layer can beat it, because it reads and writes less.
 - "cuBLAS and copies" runs the bound's products while another stream copies what a layer reads and writes beyond them.
-- `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`).
+- `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`)
+  with their former tiles.
 - Weights are in transformers' memory order, unless a column says row-major. The router is not in a layer's time.
 - Times are medians of device time. Ratios compare rows of one run. The bound shown is that of moeblaze's run.
 - "Back to back" is the mean of calls that are enqueued without waiting. Table 2, skewed routing and the ablation are of

@@ -296,8 +296,11 @@ def test_readme_says_what_portable_kernels_cost():
     slower = [t["moeblaze_sm80"] / t["moeblaze"] for t in times.values() if "moeblaze_sm80" in t]
     torchs = [t["torch_grouped_mm"] / t["moeblaze_sm80"] for t in times.values() if "moeblaze_sm80" in t]
     text = " ".join(BLOCK.split())
-    assert f"take {min(slower):.2f} to {max(slower):.2f} times as long as Hopper's" in text
-    assert f"`grouped_mm` takes {min(torchs):.2f} to {max(torchs):.2f} times as long" in text
+    assert f"took {min(slower):.2f} to {max(slower):.2f} times as long as Hopper's" in text
+    assert f"`grouped_mm` {min(torchs):.2f} to {max(torchs):.2f} times as long" in text
+    rows = json.loads((RECORDS / "compare" / "h100-portable-tiles.json").read_text())["rows"]
+    now = [r["after"] / r["before"] for r in rows if r["what"] == "layer" and r["name"].endswith("backward")]
+    assert f"present tiles take {min(now):.2f} to {max(now):.2f} times as long as those ({len(now)} shapes" in text
 
 
 def test_the_first_screen_of_the_readme_is_short():
