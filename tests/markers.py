@@ -63,6 +63,7 @@ CASES = {
     "tests/startup/test_trainers.py": (1, 0),
     "tests/test_accuracy.py": (1, 0),
     "tests/test_accuracy.py::test_the_record_has_every_provider_kind_and_seed": (0, 0),
+    "tests/test_automodel.py": (ALL, 0),
     "tests/test_bench.py": (1, 0),
     "tests/test_bench.py::test_host_times_of_this_checkout_beside_itself": (0, 0),
     "tests/test_bench.py::test_suites_run_and_their_record_says_what_it_is_of": (0, 0),

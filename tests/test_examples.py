@@ -74,12 +74,19 @@ def test_help_runs_nothing():
     assert "usage" in run("jax_layer.py --help") and "loss" not in run("jax_layer.py --help")
 
 
-def test_a_missing_torchtitan_is_named_with_its_remedy():
+@pytest.mark.parametrize(
+    ("package", "name", "remedy"),
+    [
+        ("torchtitan", "torchtitan_experts", "torchtitan==0.3.0"),
+        ("nemo_automodel", "automodel_experts", "nemo-automodel==0.7.0"),
+    ],
+)
+def test_a_missing_trainer_is_named_with_its_remedy(package, name, remedy):
     pytest.importorskip("torch")
-    code = "import sys; sys.modules['torchtitan'] = None; import examples.torchtitan_experts"  # None: as if missing
+    code = f"import sys; sys.modules['{package}'] = None; import examples.{name}"  # None: as if missing
     words = [sys.executable, "-c", code]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert re.search(r"examples/torchtitan_experts.py: .*pip install torchtitan==0.3.0", ended.stderr)
+    assert re.search(rf"examples/{name}.py: .*pip install {remedy}", ended.stderr)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Cases of `examples/torchtitan_experts.py` over gloo, with the torchtitan that is installed."""
+"""Cases of `examples/torchtitan_experts.py` and `automodel_experts.py` over gloo, with what is installed of both."""
 
 import contextlib
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -6,7 +6,9 @@ from inspect import signature
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from moeblaze_cupy.interop.parallel import ExpertGroup
 from tests.environment import ROOT
@@ -259,3 +261,48 @@ def torchtitans_other_arguments(rank, size, group):
     got = module(x.view(-1, D), scores, ids, None)
     want = dense(x, scores.view(B, L, K), ids.view(B, L, K), None, module.inner_experts).flatten(0, 1)
     assert difference(got, want) <= 1e-14
+
+
+@case
+@needs_none(None if find_spec("nemo_automodel") else "nemo-automodel is not installed")
+def automodel_over_ranks(rank, size, group):
+    """NeMo AutoModel's experts, that its plan shards, with and without `use`, beside its experts in one process."""
+    from nemo_automodel.components.moe.experts import GroupedExperts
+    from nemo_automodel.components.moe.parallelizer import ExpertParallel
+
+    from examples import automodel_experts
+    from tests.test_automodel import config_of
+
+    dist.barrier()  # the imports take seconds
+    inputs = Inputs(rank, counts_of(size, "uneven"), h=H)
+    mask = torch.arange(len(inputs.x)) % 5 > 0
+    config = config_of(n_routed_experts=E, n_activated_experts=K, dim=D, moe_inter_dim=H)
+    mesh = DeviceMesh.from_group(group, "cpu")
+
+    def results_of(part, plan=None):
+        experts = GroupedExperts(config)
+        experts.load_state_dict({"gate_and_up_projs": inputs.w1, "down_projs": inputs.w2})
+        if plan:
+            parallelize_module(experts, mesh, plan)
+        x, weights = inputs.leaf(inputs.x, part), inputs.leaf(inputs.weights, part)
+        out = experts(x, mask[part], weights, inputs.ids[part].long())
+        out.backward(inputs.grad[part])
+        grads = {name: p.grad.full_tensor() if plan else p.grad for name, p in experts.named_parameters()}
+        return {"out": out.detach(), "x": x.grad, "weights": weights.grad} | grads
+
+    own = GroupedExperts.__init__, GroupedExperts.forward
+    with torch.compiler.set_stance("force_eager"):
+        want = results_of(slice(None))
+        want |= {name: want[name][inputs.here] for name in ("out", "x", "weights")}
+        theirs = results_of(inputs.here, ExpertParallel())
+        try:
+            automodel_experts.use()
+            got = results_of(inputs.here, ExpertParallel())
+            config.expert_activation = "quick_geglu"  # its gates are interleaved
+            expect(NotImplementedError, "gates in halves over ranks", results_of, inputs.here, ExpertParallel())
+        finally:
+            GroupedExperts.__init__, GroupedExperts.forward = own
+    for name in want:
+        # AutoModel sums in float32.
+        assert difference(got[name], want[name]) <= 1e-6, name
+        assert difference(theirs[name], want[name]) <= 1e-6, name
