@@ -112,6 +112,8 @@ CASES = {
     "tests/torch/test_torch_lora.py::test_compiled_code_calls_it_between_graphs": (ALL, 0),
     "tests/torch/test_torch_lora.py::test_module_under_autocast_and_compiled": (ALL, 0),
     "tests/torch/test_torch_ops.py": (1, 0),
+    "tests/transformers/test_trainers_lora.py": (0, 0),
+    "tests/transformers/test_trainers_lora.py::test_trainer_saves_and_resumes": (1, 0),
     "tests/transformers/test_transformers.py": (4, 0),
     "tests/transformers/test_transformers.py::test_trainer": (0, 0),
     "tests/transformers/test_transformers.py::test_compiles_to_one_graph": (1, 0),
