@@ -126,12 +126,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
-        help="run a command whose processes use the layer in models of transformers",
-        usage="%(prog)s [-h] [--import-only] -- COMMAND ...",
+        help="run a command whose processes use the layer in models of transformers or Megatron-Core",
+        usage="%(prog)s [-h] [--import-only | --megatron] -- COMMAND ...",
         description="Runs a command, such as torchrun or accelerate launch. In every Python process that it starts, "
         "models of transformers that name no experts implementation use the layer.",
     )
-    run.add_argument("--import-only", action="store_true", help="only register 'moeblaze': models have to name it")
+    modes = run.add_mutually_exclusive_group()
+    modes.add_argument("--import-only", action="store_true", help="only register 'moeblaze': models have to name it")
+    modes.add_argument("--megatron", action="store_true", help="models of Megatron-Core use the layer, no others")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program and its arguments")
 
     return parser

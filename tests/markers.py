@@ -39,6 +39,8 @@ CASES = {
     "tests/layer/test_device_slots.py": (1, 0),
     "tests/layer/test_slots.py::test_against_transformers": (1, 0),
     "tests/lora/test_device_lora.py": (2, 0),
+    "tests/megatron/test_megatron.py": (ALL, 0),
+    "tests/megatron/test_megatron.py::test_two_ranks": (0, 0),
     "tests/parallel/test_exchange.py": (ALL, 0),
     "tests/parallel/test_rank_processes.py::test_a_case_fails_alone": (ALL, 0),
     "tests/quantised/test_decode.py::test_machine_code_keeps_denormals_and_stores_16_bytes": (ALL, 0),

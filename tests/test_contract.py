@@ -47,14 +47,14 @@ LEVELS = [
     ["__init__"],
     ["interop.torch"],
     ["interop.parallel"],
-    ["interop.fsdp", "interop.transformers"],
+    ["interop.fsdp", "interop.megatron", "interop.transformers"],
     ["interop.startup"],
     ["tools"],
     ["__main__"],
 ]
 # Documented paths of the version before, which import from the present ones.
 FORMER = ("memory", *(f"interop.{n}" for n in ("dlpack", "exchange", "expert_parallel", "transformers_parallel")))
-SPEAK_TORCH = ("interop.torch.", "interop.parallel.", "interop.fsdp.", "interop.transformers.")
+SPEAK_TORCH = ("interop.torch.", "interop.parallel.", "interop.fsdp.", "interop.megatron.", "interop.transformers.")
 
 
 def module_name(path: Path) -> str:
@@ -217,7 +217,7 @@ def test_private_names_come_with_the_versions_they_were_tested_with(module):
     text = MODULES[module].read_text()
     assert other_private_names(module, text)
     docstring = " ".join(ast.get_docstring(ast.parse(text)).split())
-    assert re.search(r"[Tt]ested with (torch|transformers) \d+\.\d+", docstring)
+    assert re.search(r"[Tt]ested with (torch|transformers|megatron-core) \d+\.\d+", docstring)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Python runs this file when it starts. It has imports of moeblaze_cupy follow those of transformers.
+"""Python runs this file when it starts. It has imports of moeblaze_cupy follow those of transformers or Megatron-Core.
 
-The variable MOEBLAZE_RUN says which: "default", "import", or "off". Nothing else is imported at start-up, so a program
-without transformers pays for this file alone. If this file hides another `sitecustomize`, it runs that one too.
+The variable MOEBLAZE_RUN says which: "default", "import", "megatron" or "off". Nothing else is imported at start-up, so
+a program without either pays for this file alone. If this file hides another `sitecustomize`, it runs that one too.
 """
 
 import os
@@ -12,9 +12,14 @@ if TYPE_CHECKING:  # the import of typing would take longer than all of this fil
     from typing import Any
 
 FOLDER = os.path.dirname(os.path.realpath(__file__))
-MODES = {  # by the module of transformers that all models import: the module of this package that follows
+MEGATRON = "moeblaze_cupy.interop.megatron:install_loaded"
+MODES = {  # by a module that all models import: the module of this package that follows, or its function
     "default": {"transformers.modeling_utils": "moeblaze_cupy.interop.transformers.default"},
     "import": {"transformers.modeling_utils": "moeblaze_cupy.interop.transformers"},
+    "megatron": {  # right after each: importing `hybrid_layer_specs` calls what they define
+        "megatron.core.models.backends": MEGATRON,
+        "megatron.core.extensions.transformer_engine_spec_provider": MEGATRON,
+    },
 }
 MODE = os.environ.get("MOEBLAZE_RUN", "default")
 
@@ -54,11 +59,14 @@ class Loader:
         follows = self.follows.get(module.__name__)
         if follows is None:
             return
+        name, _, function = follows.partition(":")
         try:
-            __import__(follows)
+            __import__(name)
+            if function:
+                getattr(sys.modules[name], function)()
         except Exception as error:
             self.follows.clear()
-            tell(f"{sys.executable} cannot import {follows}, so the layer is not used: {error!r}")
+            tell(f"{sys.executable} cannot import {name}, so the layer is not used: {error!r}")
         else:
             if MODE == "import":
                 tell("'moeblaze' is registered with transformers, for models that name it")

@@ -1,4 +1,4 @@
-"""`run`: it replaces itself by a command, whose processes use the layer in models of transformers.
+"""`run`: it replaces itself by a command, whose processes use the layer in models of transformers or Megatron-Core.
 
 `interop/startup` says how: Python runs a file from a folder of PYTHONPATH when it starts.
 """
@@ -18,15 +18,18 @@ def run(args: argparse.Namespace) -> int:
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if not words:
         raise CommandError("COMMAND: expected a program and its arguments after --, got none")
-    for library in ("torch", "transformers"):
+    room, mode = "transformers", "import" if args.import_only else "default"
+    if args.megatron:
+        room, mode = "megatron", "megatron"
+    for library in ("torch", room):
         try:
-            checks.installed("moeblaze_cupy.interop.transformers", library)
+            checks.installed(f"moeblaze_cupy.interop.{room}", library)
         except ModuleNotFoundError as error:
             raise CommandError(one_line(error)) from None
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit this
         signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvpe(words[0], words, environment("import" if args.import_only else "default"))
+        os.execvpe(words[0], words, environment(mode))
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
         raise CommandError(f"COMMAND: expected a program, got {words[0]!r}: {error.strerror}", code) from None

@@ -31,6 +31,10 @@ STAND_INS = {  # of two packages, whose modules print that they run
     "moeblaze_cupy/interop/__init__.py": "",
     "moeblaze_cupy/interop/transformers/__init__.py": "print('registers')",
     "moeblaze_cupy/interop/transformers/default.py": "print('default')",
+    **dict.fromkeys((f"megatron/core/{name}__init__.py" for name in ("", "models/", "extensions/")), ""),
+    "megatron/core/models/backends.py": "print('backends')",
+    "megatron/core/extensions/transformer_engine_spec_provider.py": "import megatron.core.models.backends; print('te')",
+    "moeblaze_cupy/interop/megatron/__init__.py": "def install_loaded(): print('installs')",
 }
 
 
@@ -70,6 +74,14 @@ def test_imports_follow_those_of_transformers(stand_ins, mode, lines):
     assert done.stdout.split() == lines, done.stderr
     told = "moeblaze_cupy run: 'moeblaze' is registered with transformers, for models that name it\n"
     assert done.stderr == (told if mode == "import" else "")
+
+
+def test_a_call_follows_each_of_megatrons_providers(stand_ins):
+    """Before the module that imports the second goes on, which calls both. transformers is left alone."""
+    code = "import megatron.core.extensions.transformer_engine_spec_provider, transformers.modeling_utils; print('on')"
+    done = python(code, stand_ins, MOEBLAZE_RUN="megatron")
+    assert done.stdout.split() == ["backends", "installs", "te", "installs", "modeling_utils", "on"], done.stderr
+    assert python(code, stand_ins).stdout.split() == ["backends", "te", "modeling_utils", "registers", "default", "on"]
 
 
 def test_modules_look_as_without_it(stand_ins):
@@ -179,6 +191,7 @@ def test_the_command_gets_its_own_words():
         "default ['--import-only', '--', '-h']\n"
     )
     assert run("--import-only", "--", sys.executable, "-c", code, "x").stdout == "import ['x']\n"
+    assert "not allowed with argument" in run("--import-only", "--megatron", "--", "true").stderr
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
