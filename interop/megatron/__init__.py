@@ -1,7 +1,8 @@
 """Megatron-Core, 0.19 and newer: `install` has its models compute their routed experts by the layer.
 
-May import torch, Megatron-Core and `interop.torch`. Touches `grouped_mlp_modules` of Megatron's spec providers.
-`run --megatron` imports this while Megatron is being imported, so only building a model imports Megatron's layers.
+May import torch, Megatron-Core, `interop.torch` and `interop.parallel`. Touches `grouped_mlp_modules` of Megatron's
+spec providers. `run --megatron` imports this while Megatron is being imported, so only building a model imports
+Megatron's layers. `experts` and `layer`, whose classes specs name, are imported apart.
 """
 
 from moeblaze_cupy.checks import installed

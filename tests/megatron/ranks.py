@@ -27,6 +27,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from moeblaze_cupy.interop import megatron
 from moeblaze_cupy.interop.megatron.experts import MoeblazeGroupedMLP
+from moeblaze_cupy.interop.megatron.layer import MoeblazeMoELayer
 from tests.megatron.simulated import replace_cuda
 from tests.parallel.rank_processes import answer
 
@@ -53,6 +54,9 @@ VARIANTS = {
     "capacity": {"moe_expert_capacity_factor": 0.5},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
 }
+OF_MANY = ("swiglu", "bf16")  # variants for several ranks
+BY_INDEX = {name: VARIANTS[name] for name in (*OF_MANY, "recompute", "probs on input", "float64 probs", "capacity")}
+BY_INDEX["shared"] = {"moe_shared_expert_intermediate_size": H}
 
 
 def config_of(mesh=(1, 1, 1), **options):
@@ -68,14 +72,15 @@ def config_of(mesh=(1, 1, 1), **options):
     return TransformerConfig(**base | options)
 
 
-def layer_of(config, own=False, seed=0):
-    """A Megatron layer with the layer's experts, or with Megatron's own."""
+def layer_of(config, own=False, seed=0, whole=False):
+    """A Megatron layer with the layer's experts, or with Megatron's own. whole: by index."""
     torch.manual_seed(seed)
     present = LocalSpecProvider.grouped_mlp_modules
     try:
         if own:
             LocalSpecProvider.grouped_mlp_modules = present.of_megatron
-        layer = get_moe_module_spec(use_te=False, num_experts=E)(config=config)
+        spec = get_moe_module_spec(use_te=False, num_experts=E)
+        layer = (functools.partial(MoeblazeMoELayer, **spec.keywords) if whole else spec)(config=config)
     finally:
         LocalSpecProvider.grouped_mlp_modules = present
     layer.set_layer_number(1)
@@ -83,9 +88,9 @@ def layer_of(config, own=False, seed=0):
     return layer
 
 
-def pair_of(config):
+def pair_of(config, whole=False):
     """The same layer with Megatron's experts and with ours, by name."""
-    layers = {"own": layer_of(config, own=True), "ours": layer_of(config, seed=1)}
+    layers = {"own": layer_of(config, own=True), "ours": layer_of(config, seed=1, whole=whole)}
     layers["ours"].load_state_dict(layers["own"].state_dict())
     return layers
 
@@ -107,11 +112,11 @@ def inputs(rank, config, number=0, tokens=12):
     return tuple(torch.randn(tokens, 2, D, generator=generator).to(config.params_dtype) for _ in range(2))
 
 
-def step(layer, rank, config, number=0):
+def step(layer, rank, config, number=0, **arguments):
     """Forward and backward; returns the output and the gradient of the input by name."""
     x, grad_out = inputs(rank, config, number)
     x.requires_grad_()
-    out, bias = layer(x)
+    out, bias = layer(x, **arguments)
     assert bias is None
     out.backward(grad_out)
     return {"out": out.detach(), "dx": x.grad}
@@ -133,11 +138,44 @@ def parity(rank, mesh, options):
     compare(found["ours"], found["own"], config.params_dtype)
 
 
-def main_grad(rank, mesh, fused, delayed, overlap):
+def by_index(rank, mesh, options, refused=None):
+    """The whole layer, whose tokens no dispatcher moves, beside Megatron's with its own experts.
+
+    refused: what is told of a configuration that runs by Megatron's dispatcher.
+    """
+    config, found = config_of(mesh, **options), {}
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[0, 8:] = True
+    layers = pair_of(config, whole=True)
+    assert type(layers["ours"]) is MoeblazeMoELayer and layers["ours"].refused == refused
+    if refused is None:
+        layers["ours"].token_dispatcher = None
+    for name, layer in layers.items():
+        found[name] = step(layer, rank, config, padding_mask=padding) | gradients(layer)
+        if config.moe_shared_expert_intermediate_size:
+            found[name] |= {f"shared {n}": getattr(layer.shared_experts, n).weight.grad for n in LINEARS}
+    compare(found["ours"], found["own"], config.params_dtype)
+
+
+def not_by_index(rank, mesh):
+    """Other experts, and other arguments than of training."""
+    spec = get_moe_module_spec(use_te=False, num_experts=E)
+    spec.keywords["submodules"].experts = spec.keywords["submodules"].experts.keywords["fallback"]
+    layer = MoeblazeMoELayer(config_of(mesh), **spec.keywords)
+    assert layer.refused == "experts of SequentialMLP"
+    try:
+        layer_of(config_of(mesh), whole=True)(torch.zeros(1, 1, D), intermediate_tensors=())
+    except ValueError as error:
+        assert str(error).startswith("MoeblazeMoELayer: intermediate_tensors: expected None")
+    else:
+        raise AssertionError("intermediate_tensors are not taken")
+
+
+def main_grad(rank, mesh, fused, delayed, overlap, whole=False):
     """Two microbatches under DDP, whose sums are over ranks."""
     config = config_of(mesh)
     config.delay_wgrad_compute = delayed  # Megatron's own check asks for its schedules
-    layers, found = pair_of(config), {}
+    layers, found = pair_of(config, whole), {}
     ours = layers["ours"].experts
     for name, layer in layers.items():
         later = delayed and name == "ours"
@@ -318,11 +356,18 @@ def cases_of(size):
             cases[f"{name}, {case}"] = functools.partial(function, mesh=mesh, **dict(*arguments))
 
         for variant, options in VARIANTS.items():
-            if size == 1 or variant in ("swiglu", "bf16", "allgather"):
+            if size == 1 or variant in (*OF_MANY, "allgather"):
                 add(f"parity, {variant}", parity, {"options": options})
+        for variant, options in BY_INDEX.items() if mesh[2] == 1 else ():
+            if size == 1 or variant in (*OF_MANY, "shared"):
+                add(f"by index, {variant}", by_index, {"options": options})
         for switches in itertools.product((False, True), repeat=3):
             on = dict(zip(("fused", "delayed", "overlap"), switches, strict=True))
             add(f"main_grad, {on}", main_grad, on)
+        if mesh[2] == 1:
+            add("main_grad, by index", main_grad, {"fused": True, "delayed": False, "overlap": True, "whole": True})
+        else:
+            add("by index, refused", by_index, {"options": {}, "refused": f"expert_tensor_parallel_size={mesh[2]}"})
         for singleton in (False, True):
             add(f"checkpoint, singleton={singleton}", checkpoints, {"singleton": singleton, "options": {}})
         add("checkpoint without a gate", checkpoints, {"singleton": False, "options": VARIANTS["relu2"]})
@@ -333,6 +378,9 @@ def cases_of(size):
             add(f"garbage rows, {dtype}", garbage_rows, {"dtype": dtype})
         for delayed in (False, True):
             add(f"no rows, delayed={delayed}", no_rows, {"delayed": delayed})
+        padded = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}
+        add("by index, padded", by_index, {"options": padded, "refused": "moe_pad_expert_input_to_capacity=True"})
+        add("by index, refused", not_by_index)
         add("two pending", two_pending)
         add("state dicts", state_dicts)
     return cases
