@@ -210,6 +210,7 @@ class LayerOptions(NamedTuple):
     identity_experts: int = 0
     max_slots: int | None = None
     precision: str | None = None
+    memory_limit: int | None = None  #: bytes of a pass; see `moeblaze_cupy.layer.chunks`
 
     @property
     def gated(self) -> bool:
@@ -339,6 +340,24 @@ class DispatchIndices:
     def joined(self, arrays: Sequence[Any]) -> "DispatchIndices":
         lists, ids = arrays
         return DispatchIndices(lists, ids, self.places, self.num_experts, self.ids_copied, self.max_slots)
+
+
+@dataclass(eq=False)
+class ChunkedIndices(DispatchIndices):
+    """The index lists of chunks of tokens, one chunk after the other in `lists`; the last one may have fewer tokens.
+
+    No list is that of all tokens, so none can be asked for: RuntimeError says so.
+    """
+
+    chunk_tokens: int = 0  #: tokens of a chunk
+
+    def _list(self, name: str) -> Any:
+        expected = f"{name} of a layer without memory_limit, or one that needs no chunks"
+        raise RuntimeError(f"saved.index: expected {expected}, got lists of chunks of {self.chunk_tokens} tokens")
+
+    def joined(self, arrays: Sequence[Any]) -> "ChunkedIndices":
+        lists, ids = arrays
+        return ChunkedIndices(lists, ids, self.places, self.num_experts, chunk_tokens=self.chunk_tokens)
 
 
 def pair(weight: Any) -> tuple[Any, ...]:

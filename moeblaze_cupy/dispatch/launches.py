@@ -193,12 +193,17 @@ def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict
     return Launch(loader.entry("slots.cu", entry), grid, dispatch_config.SLOTS_PER_BLOCK, addresses, scalars)
 
 
-def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) -> tuple[Buffer, Buffer | None, Lists]:
-    """Returns the index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`) and all addresses."""
+def dispatch(
+    run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0, lists: Buffer | None = None
+) -> tuple[Buffer, Buffer | None, Lists]:
+    """Returns the index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`) and all addresses.
+
+    lists: the memory for the lists, or None for new memory.
+    """
     index = steps.index
     counts = run.empty((steps.counts,), "int32") if steps.counts else None
     copy = run.empty(index.slots_shape, "int32") if steps.copies_ids else None
-    lists = tokens = masked = None
+    tokens = masked = None
     read, copy_ptr, counts_ptr = ids, copy.ptr if copy else 0, counts.ptr if counts else 0
     if steps.list_tokens:
         lists, tokens = run.empty((index.size,), "int32"), run.empty((index.num_slots,), "int32")
@@ -223,4 +228,5 @@ def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) ->
 
 def index_lists(run: Runtime, steps: Dispatch, pointers: Sequence[int]) -> tuple[Buffer, Buffer | None]:
     """Returns the same without the addresses. pointers: ids, token_offsets."""
-    return dispatch(run, steps, *pointers)[:2]
+    ids, token_offsets = pointers
+    return dispatch(run, steps, ids, token_offsets)[:2]

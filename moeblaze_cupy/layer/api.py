@@ -15,7 +15,7 @@ from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.frameworks import Buffer, DeviceFramework, Export
-from moeblaze_cupy.layer import backward
+from moeblaze_cupy.layer import backward, chunks
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.lora import checks as lora_checks
@@ -155,6 +155,7 @@ def moe_forward(
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
     lora: Lora | None = None,
+    memory_limit: int | None = None,
 ) -> tuple[Any, Any]:
     """Computes out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -189,6 +190,10 @@ def moe_forward(
     fp8_weights: what `quantize_weights` made of w1 and w2, or None: it is made in the call and kept for backward.
     lora: low-rank factors beside w1 and w2, a `Lora`, or None. They enter the products themselves: nothing of the size
     of w1 or w2 is made. Not with precision.
+    memory_limit: None, or bytes, on CUDA, for what forward allocates at one time beyond out and what it saves, and for
+    what backward allocates, gradients included. Both run in the fewest chunks of tokens that keep within it. Gradients
+    of weights and biases are then sums over the chunks in float32, rounded once. ValueError names the least limit that
+    is possible. Not with token_offsets, max_slots or lora.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -202,6 +207,8 @@ def moe_forward(
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     layer = layer_arrays((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
     options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
+    if memory_limit is not None:
+        options = options._replace(memory_limit=memory_limit)
     if fp8_weights is None and lora is None:
         return forward(layer, options)
     return forward(layer, options, LayerExtras(fp8_weights=fp8_weights, lora=lora))
@@ -241,11 +248,16 @@ def forward(
             return _forward_on_cpu(call, layer, options, extras_given)
         to, layouts = extras_given.destination, [array and array.layout for array in described]
         factors = extras_given.lora and extras_given.lora.with_factors(layouts[-len(FACTORS) :])
-        form = layer_arrays(layouts[:_LAYER]), options, call.limits, not fp8_arrays, to and to.place, factors
-        record = look.keep_described(experts.configure_forward(*form), call, described)
-        if call.compiles and options.save is not None and not to:
+        form = layer_arrays(layouts[:_LAYER]), options, call.limits, not fp8_arrays
+        plan: experts.Forward | chunks.ForwardChunks
+        if options.memory_limit is None:
+            plan = experts.configure_forward(*form, to and to.place, factors)
+        else:
+            plan = chunks.configure_forward(function, *form, extras_given.frozen)
+        record = look.keep_described(plan, call, described)
+        if call.compiles and options.save is not None and not to and isinstance(plan, experts.Forward):
             beside = (), factors, extras_given.frozen
-            after = backward.configure_after(record.plan, form[0], call.limits, *beside)
+            after = backward.configure_after(plan, form[0], call.limits, *beside)
             runtime.compile_ahead(call.device, after)
     with current_device(record.device):
         return _launched_forward(look, record, extras)
@@ -273,7 +285,7 @@ def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) 
 
     look: has `LayerArrays`, and with extras the arrays of `Fp8Weights` if given, x's scales, and factors if given.
     """
-    plan: experts.Forward = record.plan
+    plan: experts.Forward | chunks.ForwardChunks = record.plan
     run = Runtime.current(record.framework, record.device)
     pointers, given = look.pointers, look.given
     fp8_weights = x_scales = lora = None
@@ -295,12 +307,19 @@ def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) 
     if plan.quantize:
         made, weights_fp8 = plan.quantize.make(run, (pointers[3], pointers[4]), pointers[5])
         fp8_weights, of_pass = Fp8Weights(**made), of_pass._replace(weights_fp8=weights_fp8)
-    result = experts.moe_forward(run, plan, layer_arrays(pointers[:_LAYER]), of_pass)
+    addresses = layer_arrays(pointers[:_LAYER])
+    if isinstance(plan, experts.Forward):
+        result = experts.moe_forward(run, plan, addresses, of_pass)
+    else:
+        result = chunks.moe_forward(run, plan, addresses, of_pass)
     out = result.out if look.export is keep else exported(look.export, result.out)
     if plan.options.save is None:
         return out, None
     x, ids, weights, gate, up, w2, b1_gate, b1_up, b2 = given[:9]
-    index = _index(plan.dispatch, result.lists, ids if result.ids is None else result.ids)
+    if isinstance(plan, experts.Forward):
+        index = _index(plan.dispatch, result.lists, ids if result.ids is None else result.ids)
+    else:
+        index = plan.indices(result.lists, ids)
     kept = layer_arrays((x, None, weights, gate, up, w2, b1_gate, b1_up, b2, None))
     made_by_forward = result.first_layer, result.y_swi, False, fp8_weights, x_scales, lora, result.lora_rows
     return out, SavedForBackward(kept, plan.options, index, *made_by_forward)
@@ -351,6 +370,8 @@ def _checked_forward(
     if checks.CHECKS_IDS and function in NAMES_EXPERTS:
         checks.known_ids(function, d.ids, d.w2.shape[0] + options.identity_experts)
     options = options._replace(max_slots=checks.max_slots(function, options.max_slots, d.ids.size))
+    limit = checks.memory_limit(function, options, d, extras.lora is not None)
+    options = options._replace(memory_limit=limit)
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
     if options.precision is not None:
         limits = None if call.on_cpu else call.limits

@@ -414,7 +414,9 @@ def moe_backward(
         decode(run, index[EXPERT_TOKEN_OFFSETS])
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.index, index)
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
-    grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in needs else None
+    grad_weights = extras.grad_weights
+    if "weights" in needs and not grad_weights:
+        grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype)
     recomputed = u1 = None
     if steps.first_layer:
         recomputed, u1 = _recomputed(run, steps, steps.first_layer, arrays, (index, squares), extras)

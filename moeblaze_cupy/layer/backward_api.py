@@ -16,7 +16,7 @@ from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.frameworks import Array, DeviceFramework, Export, Framework
 from moeblaze_cupy.gemm.products import Summed
-from moeblaze_cupy.layer import backward, weight_gradients
+from moeblaze_cupy.layer import backward, chunks, weight_gradients
 from moeblaze_cupy.layer.api import map_saved, pass_extras, values_and_scales
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.layer.weight_gradients import Totals
@@ -27,6 +27,7 @@ from moeblaze_cupy.types import (
     GRADIENTS,
     BackwardArrays,
     BackwardOptions,
+    ChunkedIndices,
     DispatchIndices,
     Fp8Weights,
     Gradients,
@@ -176,6 +177,7 @@ def moe_backward(
     Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
     memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     lora is a `Lora` of the factors' gradients, in their dtypes, C-contiguous, its scales None.
+    After a forward in chunks, by memory_limit, buffers of `accumulate` are in float32.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
     return run_backward("moe_backward", grad_out, saved, needs, keep_saved, accumulate)[0]
@@ -396,16 +398,14 @@ def run_backward(
             None if array is None else call.framework.describe(array) for array in (*given, *totals)
         ]
         layouts = [array and array.layout for array in described]
-        plan = backward.configure_backward(
-            BackwardArrays.of(layouts[:_READ]),
-            saved.options,
-            how,
-            tuple(_by_name(accumulate, layouts[len(given) :]).items()),
-            call.limits,
-            _index_layout(index),
-            to and to.place,
-            saved.lora and saved.lora.with_factors(layouts[_READ : _READ + len(FACTORS)]),
-        )
+        into_layouts = tuple(_by_name(accumulate, layouts[len(given) :]).items())
+        form = BackwardArrays.of(layouts[:_READ]), saved.options, how, into_layouts, call.limits, _index_layout(index)
+        plan: backward.Backward | chunks.BackwardChunks
+        if isinstance(index, ChunkedIndices):
+            plan = chunks.configure_backward(*form, index.chunk_tokens)
+        else:
+            factors_of = saved.lora and saved.lora.with_factors(layouts[_READ : _READ + len(FACTORS)])
+            plan = backward.configure_backward(*form, to and to.place, factors_of)
         record = look.keep_described(plan, call, described)
     with current_device(record.device):
         run, pointers, into, of_pass = Runtime.current(record.framework, record.device), look.pointers, {}, PLAIN_PASS
@@ -416,7 +416,11 @@ def run_backward(
         if saved.lora is not None:
             factors, lora_rows = Lora(*pointers[_READ:-2]), LoraRows(*pointers[-2:])
             of_pass, pointers = of_pass._replace(factors=factors, lora_rows=lora_rows), pointers[:_READ]
-        result = backward.moe_backward(run, record.plan, saved, into, BackwardArrays.of(pointers), of_pass)
+        addresses = BackwardArrays.of(pointers)
+        if isinstance(record.plan, backward.Backward):
+            result = backward.moe_backward(run, record.plan, saved, into, addresses, of_pass)
+        else:
+            result = chunks.moe_backward(run, record.plan, saved, into, addresses, of_pass)
         grads = _exported(look.export, accumulate, result.gradients)
     if not how.defers_weights:
         return grads, None
@@ -453,6 +457,9 @@ def _backward_of_frozen(
 
 
 def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, in_e4m3: bool) -> None:
+    if how.defers_weights and isinstance(saved.index, ChunkedIndices):
+        expected = "a layer without memory_limit, as weight gradients of chunks cannot wait"
+        raise checks.bad_value(function, "saved", expected, f"memory_limit={saved.options.memory_limit}")
     if how.defers_weights and saved.gradients != GRADIENTS:
         others = " and ".join(saved.gradients[len(GRADIENTS) :])
         raise checks.bad_value(function, "saved", "a layer without biases and lora, which moe_backward serves", others)
@@ -483,6 +490,9 @@ def _checked_backward(
     _check_rows(call, saved, grad_scales)
     checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
     _check_accumulated(call, buffers, saved)
+    if isinstance(saved.index, ChunkedIndices):
+        for part in parts:
+            checks.dtype(function, part, d[part], ("float32", "float64"))  # others would round once for every chunk
     if parts:
         _check_apart(function, call.framework, read, saved, parts)
     call.described = in_memory

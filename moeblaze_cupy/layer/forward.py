@@ -220,6 +220,17 @@ class ForwardResult(NamedTuple):
     lora_rows: LoraRows
 
 
+class KeptMemory(NamedTuple):
+    """The memory of what forward keeps, where that is part of a larger array; None for new memory."""
+
+    lists: Buffer | None = None
+    first_layer: Buffer | None = None
+    y_swi: Buffer | None = None
+
+
+NEW_MEMORY = KeptMemory()
+
+
 class PassExtras(NamedTuple):
     """Values that few passes have beside the addresses of their arrays."""
 
@@ -232,6 +243,8 @@ class PassExtras(NamedTuple):
     decode: Callable[[Runtime, int], None] | None = None  #: fills w1 or w2, of experts with tokens by the offsets given
     factors: Lora = Lora(0, 0, 0, 0)  #: addresses of the low-rank factors
     lora_rows: LoraRows = LoraRows(0, 0)  #: addresses of what forward kept of them
+    kept: KeptMemory = NEW_MEMORY  #: of a forward
+    grad_weights: Buffer | None = None  #: memory for the gradient of the router weights; None allocates it
 
 
 PLAIN_PASS = PassExtras()
@@ -239,8 +252,8 @@ PLAIN_PASS = PassExtras()
 
 def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassExtras = PLAIN_PASS) -> ForwardResult:
     """Runs paper section 3.1, from the addresses of the layer's arrays."""
-    out, wait, weights_fp8, x_scales, _, to, decode, factors, _ = extras
-    lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets)
+    out, wait, weights_fp8, x_scales, _, to, decode, factors, _, kept, _ = extras
+    lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets, kept.lists)
     if decode is not None:
         decode(run, index[EXPERT_TOKEN_OFFSETS])
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
@@ -250,8 +263,8 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     if steps.weights_by_row:
         row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
         run.launch(steps.weights_by_row, layer.router_weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
-    first_layer = run.empty(steps.first_layer, steps.first_layer_dtype) if steps.first_layer else None
-    y_swi = run.empty(steps.y_swi, steps.dtype) if steps.keeps_y_swi or not steps.in_e4m3 else None
+    first_layer = kept.first_layer or (steps.first_layer and run.empty(steps.first_layer, steps.first_layer_dtype))
+    y_swi = kept.y_swi or (run.empty(steps.y_swi, steps.dtype) if steps.keeps_y_swi or not steps.in_e4m3 else None)
     y_swi_ptr = y_swi.ptr if y_swi else 0
     up_weight, down_weight, rows = steps.up.halves(layer.w1_gate, layer.w1_up), (layer.w2, layer.w2), layer.x
     of_up_fwd, of_down_fwd = PLAIN, GemmExtras(peers=to.peers, needed=to.needed) if to.peers else PLAIN

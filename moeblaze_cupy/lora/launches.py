@@ -6,6 +6,7 @@ first, rounded to the dtype of the rows and padded to whole steps, except those 
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,6 +98,16 @@ def _packed(view: _View, E: int, dtype: str, ranks_first: bool) -> Packed:
     rows = _Dimension(given[0], shape[1], strides[0], shape[2])
     columns = _Dimension(given[1], shape[2], strides[1], 1)
     return Packed(shape, dtype, _pack_launch(view.layout, dtype, experts, rows, columns))
+
+
+def rounding(layout: Layout, dtype: str) -> Launch:
+    """Returns the launch that rounds packed numbers (E, ...) to `dtype`, from and to addresses.
+
+    An expert has a multiple of 8 of them.
+    """
+    E, number = layout.shape[0], math.prod(layout.shape[1:])
+    experts, columns = _Dimension(E, E, number, number), _Dimension(number, number, 1, 1)
+    return _pack_launch(layout, dtype, experts, _Dimension(1, 1, 0, 0), columns)
 
 
 class _Dimension(NamedTuple):

@@ -215,6 +215,7 @@ def moe_forward(
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
     lora: Lora | None = None,
+    memory_limit: int | None = None,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """Returns out[t], the sum over slots j, in order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -237,6 +238,7 @@ def moe_forward(
     max_slots  rows of what is kept, R, in place of L*k; see dispatch
     precision, fp8_weights  "fp8": see reference.products; quantised w1 and w2, or None: they are quantised here
     lora     factors beside w1 and w2, or None: see reference.lora
+    memory_limit  bounds nothing here
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -251,7 +253,8 @@ def moe_forward(
     # Token dispatch: index lists only, no routed copy of x.
     index = dispatch(ids, num_experts, token_offsets, max_slots)
     num_rows = index.num_rows
-    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
+    of_slots = weights_on, unreduced, identity_experts, max_slots
+    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit)
     factors = Factors(lora, x.dtype, compute)
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     if identity_experts:

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moeblaze_cupy.cuda.recorder import allocation_of
 from moeblaze_cupy.frameworks import ITEMSIZE
 from moeblaze_cupy.tools import memory
-from moeblaze_cupy.tools.dry_run import DryRun, allocation_of
+from moeblaze_cupy.tools.dry_run import DryRun
 from moeblaze_cupy.tools.memory import LayerShape, format_bytes
 
 FORWARD, BOTH = "forward", "forward and backward"

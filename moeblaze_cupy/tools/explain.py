@@ -6,9 +6,10 @@ from typing import Any
 
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
+from moeblaze_cupy.cuda.recorder import Allocation
 from moeblaze_cupy.tools import dry_run, expected
 from moeblaze_cupy.tools.command import CommandError, one_line, print_json
-from moeblaze_cupy.tools.dry_run import Allocation, DryRun, Pass
+from moeblaze_cupy.tools.dry_run import DryRun, Pass
 from moeblaze_cupy.tools.memory import LayerShape, format_bytes
 from moeblaze_cupy.tools.sizes import as_json, layer_shape, save_policy, slot_options
 

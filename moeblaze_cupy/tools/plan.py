@@ -5,9 +5,10 @@ import dataclasses
 from typing import Any
 
 from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.cuda.recorder import Allocation, allocation_of
 from moeblaze_cupy.tools import dry_run, expected, memory
 from moeblaze_cupy.tools.command import print_json
-from moeblaze_cupy.tools.dry_run import Allocation, DryRun, Pass, allocation_of
+from moeblaze_cupy.tools.dry_run import DryRun, Pass
 from moeblaze_cupy.tools.memory import Term, format_bytes
 from moeblaze_cupy.tools.sizes import as_json, layer_shape, slot_options
 
