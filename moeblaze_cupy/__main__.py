@@ -122,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tier", choices=TIERS, default="sm90",
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
     )  # fmt: skip
+    plan.add_argument("--memory-limit", type=integer(1), metavar="BYTES", help="memory_limit of the layer (none)")
     _add_json(plan)
 
     run = commands.add_parser(

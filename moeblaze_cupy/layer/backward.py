@@ -233,7 +233,6 @@ def configure_after(
     names of weights that have no gradients.
     """
     options, index, device = forward.options, forward.dispatch.index, layer.x.device
-    biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
     arrays = BackwardArrays(
         packed(forward.out, forward.dtype, device),
         layer._replace(ids=None, token_offsets=None),
@@ -241,9 +240,17 @@ def configure_after(
         forward.first_layer and packed(forward.first_layer, forward.first_layer_dtype, device),
         packed(forward.y_swi, forward.dtype, device) if forward.keeps_y_swi else None,
     )
-    needs = ("x", "weights", "lora") if factors else (*GRADIENTS, *biases)
-    how = BackwardOptions(tuple(name for name in needs if name not in frozen))
+    how = default_options(layer, factors, frozen)
     return configure_backward(arrays, options, how, accumulate, limits, index, factors=factors)
+
+
+def default_options(
+    layer: LayerArrays, factors: Lora | None = None, frozen: tuple[str, ...] = ()
+) -> BackwardOptions:
+    """Returns the options of a backward for the gradients that one computes unless told; see `configure_after`."""
+    biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
+    needs = ("x", "weights", "lora") if factors else (*GRADIENTS, *biases)
+    return BackwardOptions(tuple(name for name in needs if name not in frozen))
 
 
 def _in_e4m3(arrays: BackwardArrays, options: LayerOptions, rows: int) -> tuple[fp8.Pass | None, fp8.Pass | None]:

@@ -33,8 +33,6 @@ from moeblaze_cupy.layer.backward import Accumulated, Backward, Results
 from moeblaze_cupy.layer.forward import PLAIN_PASS, Forward, ForwardResult, KeptMemory, PassExtras, half_columns
 from moeblaze_cupy.lora import launches as lora
 from moeblaze_cupy.types import (
-    BIASES,
-    GRADIENTS,
     NO_LORA_ROWS,
     BackwardArrays,
     BackwardOptions,
@@ -42,6 +40,7 @@ from moeblaze_cupy.types import (
     Gradients,
     LayerArrays,
     LayerOptions,
+    LoraRows,
     SavedForBackward,
 )
 
@@ -270,24 +269,21 @@ def _peak(layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, froze
     parts = {"w1": layer.w1_parts, "w2": (layer.w2,)}
     scratch = sum(_nbytes(part) for name in frozen for part in parts[name])
     run, made = recorded_forward(steps)
-    peak = run.peak - sum(allocation_of(array).nbytes for array in made if array is not None)
+    kept = (made.lists, made.ids, made.first_layer, made.y_swi) if options.save is not None else ()
+    peak = run.peak - sum(allocation_of(array).nbytes for array in (made.out, *kept) if array is not None)
     if options.save is not None:
-        biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
-        needs = tuple(name for name in (*GRADIENTS, *biases) if name not in frozen)
-        after = configure_after(steps, layer, limits, BackwardOptions(needs, keep_saved=True))
+        how = backward.default_options(layer, frozen=frozen)._replace(keep_saved=True)
+        after = configure_after(steps, layer, limits, how)
         peak = max(peak, recorded_backward(after, options)[0].peak)
     return peak + scratch
 
 
-def recorded_forward(steps: Forward | ForwardChunks) -> tuple[Recorder, tuple[Any, ...]]:
-    """Returns what a forward allocates and launches, once for each size of chunks; and the arrays that it returns."""
+def recorded_forward(steps: Forward | ForwardChunks) -> tuple[Recorder, ForwardResult]:
+    """Returns what a forward allocates and launches, once for each size of chunks; and what it makes."""
     run, extras = Recorder(), _recorded_extras(steps.options)
     if isinstance(steps, Forward):
-        made = experts.moe_forward(run, steps, NO_LAYER, extras)
-    else:
-        made = moe_forward(run, dataclasses.replace(steps, cut=steps.cut.shortest), NO_LAYER, extras)
-    kept = made.lists, made.ids, made.first_layer, made.y_swi
-    return run, (made.out, *(kept if steps.options.save is not None else ()))
+        return run, experts.moe_forward(run, steps, NO_LAYER, extras)
+    return run, moe_forward(run, dataclasses.replace(steps, cut=steps.cut.shortest), NO_LAYER, extras)
 
 
 def configure_after(
@@ -297,7 +293,7 @@ def configure_after(
     how: BackwardOptions,
     accumulate: Accumulated = (),
 ) -> "Backward | BackwardChunks":
-    """Configures the backward after a forward, of packed memory; see `layer.backward`."""
+    """Configures the backward after a forward without factors, of packed memory; see `layer.backward`."""
     if isinstance(forward, Forward):
         index, h = forward.dispatch.index, layer.w2.shape[1]
         kept, tokens = Kept.of(index, forward.options, h, forward.dtype), index.num_tokens
@@ -311,15 +307,18 @@ def configure_after(
 
 
 def recorded_backward(
-    steps: "Backward | BackwardChunks", options: LayerOptions, accumulate: Iterable[str] = ()
+    steps: "Backward | BackwardChunks",
+    options: LayerOptions,
+    accumulate: Iterable[str] = (),
+    lora_rows: LoraRows = PLAIN_PASS.lora_rows,
 ) -> tuple[Recorder, Gradients]:
     """Returns what a backward allocates and launches, once for each size of chunks; and its gradients.
 
-    accumulate: names of gradients that are added to a caller's buffers.
+    accumulate: names of gradients that are added to a caller's buffers. lora_rows: 1 for rows that forward kept.
     """
     run, saved, into = Recorder(), SimpleNamespace(consumed=False), dict.fromkeys(accumulate, (0,))
     arrays = BackwardArrays(0, NO_LAYER, 0, 0, 0)
-    of_pass: tuple[Any, ...] = saved, into, arrays, _recorded_extras(options)
+    of_pass: tuple[Any, ...] = saved, into, arrays, _recorded_extras(options)._replace(lora_rows=lora_rows)
     if isinstance(steps, Backward):
         return run, backward.moe_backward(run, steps, *of_pass).gradients
     return run, moe_backward(run, dataclasses.replace(steps, cut=steps.cut.shortest), *of_pass).gradients

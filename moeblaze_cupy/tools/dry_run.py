@@ -4,20 +4,17 @@ The passes of `ops` run on a `Recorder` as they run on a GPU, so its notes are w
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.cuda.recorder import Allocation, Recorder, allocation_of
 from moeblaze_cupy.cuda.runtime import Launch
-from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.frameworks import Layout, packed
-from moeblaze_cupy.layer import backward
+from moeblaze_cupy.layer import backward, chunks
 from moeblaze_cupy.layer import forward as experts
-from moeblaze_cupy.layer.forward import PassExtras
 from moeblaze_cupy.tools.memory import LayerShape
-from moeblaze_cupy.types import FACTORS, BackwardArrays, LayerArrays, Lora, LoraRows
+from moeblaze_cupy.types import FACTORS, LayerArrays, Lora, LoraRows
 
 # Contents of an allocation by the name of a field in a kernel's struct. The first of its uses listed here decides.
 CONTENTS: dict[str, str | dict[str, str]] = {
@@ -40,6 +37,7 @@ CONTENTS: dict[str, str | dict[str, str]] = {
     "partial_sums": "partial sums for the router weights",
     "panel": "column panel",
     "sums": "split-K sums",
+    "factor": "sums over chunks in float32",
     "out": {
         "lora_pack": "packed low-rank factor",
         **{f"lora_{name}": name for name in ("u1", "u2", "v1", "v2")},
@@ -94,10 +92,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The passes of a layer: forward, and backward except in inference. x_bytes: bytes of x, which backward needs."""
+    """The passes of a layer: forward, and backward except in inference. x_bytes: bytes of x, which backward needs.
+
+    chunk_tokens: tokens of a chunk, L without chunks. Of chunks of one size the first is recorded.
+    """
 
     passes: tuple[Pass, ...]
     x_bytes: int
+    chunk_tokens: int
+
+    def chunks(self, s: LayerShape) -> int:
+        """Returns the number of chunks of the layer's tokens, 1 without any."""
+        return launch_config.ceil_div(s.L, self.chunk_tokens)
 
     @property
     def launches(self) -> list[Launch]:
@@ -130,27 +136,18 @@ def layer(
 
     save: see `moe_forward`. accumulate: the gradients of both weights are added to sums in float32. Gradients that
     are added to a caller's buffers take no memory. Raises ValueError for more experts than the GPU's shared memory has
-    room for.
+    room for, and for a memory limit below the least.
     """
-    x, options = packed((s.L, s.d), s.dtype), s.of_layer(save)
-    slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
-    w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
-    arrays = LayerArrays(
-        x,
-        packed(slots_shape, "int64" if s.ids_are_int64 else "int32"),
-        packed(slots_shape, s.weights_dtype) if s.has_weights else None,
-        w1,
-        None,
-        w2,
-        b1_gate=packed((s.E, s.g * s.h), s.bias) if s.bias and not options.on_input else None,
-        b2=packed((s.E, s.d), s.bias) if s.bias else None,
-        token_offsets=packed((s.L + 1,), "int32") if s.ragged else None,
-    )
-    factors = _factors(s) if s.lora_rank else None
-    forward_steps = experts.configure_forward(arrays, options, limits, factors=factors)
-    run, weights_fp8 = Recorder(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
-    addresses = LayerArrays(*[0] * len(arrays))
-    result = experts.moe_forward(run, forward_steps, addresses, PassExtras(weights_fp8=weights_fp8))
+    arrays, options = _arrays(s), s.of_layer(save)
+    factors, tokens = _factors(s) if s.lora_rank else None, s.L
+    forward_steps: experts.Forward | chunks.ForwardChunks
+    if options.memory_limit is None:
+        forward_steps = experts.configure_forward(arrays, options, limits, factors=factors)
+    else:
+        forward_steps = chunks.configure_forward("plan", arrays, options, limits)
+    if isinstance(forward_steps, chunks.ForwardChunks):
+        tokens = forward_steps.cut.tokens
+    run, result = chunks.recorded_forward(forward_steps)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi, **result.lora_rows._asdict()}
     if save:
@@ -158,23 +155,40 @@ def layer(
     forward = Pass("forward", run, _present(buffers))
     x_bytes = s.L * s.d * s.b
     if save is None:
-        return DryRun((forward,), x_bytes)
+        return DryRun((forward,), x_bytes, tokens)
     sums: dict[str, tuple[Layout, ...]] = {}
     if accumulate:
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
-    backward_steps = backward.configure_after(forward_steps, arrays, limits, tuple(sums.items()), factors)
-    run = Recorder()
-    saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
-    totals: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    read = BackwardArrays(0, addresses, 0, 0, 0)
+    steps: backward.Backward | chunks.BackwardChunks
+    if isinstance(forward_steps, experts.Forward):
+        steps = backward.configure_after(forward_steps, arrays, limits, tuple(sums.items()), factors)
+    else:
+        how = backward.default_options(arrays, factors)
+        steps = chunks.configure_after(forward_steps, arrays, limits, how, tuple(sums.items()))
     rows = LoraRows(1, 1) if factors and save != "recompute" else LoraRows(0, 0)
-    extras = PassExtras(weights_fp8=weights_fp8, lora_rows=rows)
-    gradients = backward.moe_backward(run, backward_steps, saved, totals, read, extras).gradients
+    run, gradients = chunks.recorded_backward(steps, options, sums, rows)
     named = {f"gradient of {name}": array for name, array in vars(gradients).items() if name != "lora"}
     if gradients.lora:
         of_factors = zip(FACTORS, gradients.lora.factors, strict=True)
         named |= {f"gradient of lora.{name}": array for name, array in of_factors}
-    return DryRun((forward, Pass("backward", run, _present(named))), x_bytes)
+    return DryRun((forward, Pass("backward", run, _present(named))), x_bytes, tokens)
+
+
+def _arrays(s: LayerShape) -> LayerArrays:
+    slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
+    w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
+    x, on_input = packed((s.L, s.d), s.dtype), s.options.on_input
+    return LayerArrays(
+        x,
+        packed(slots_shape, "int64" if s.ids_are_int64 else "int32"),
+        packed(slots_shape, s.weights_dtype) if s.has_weights else None,
+        w1,
+        None,
+        w2,
+        b1_gate=packed((s.E, s.g * s.h), s.bias) if s.bias and not on_input else None,
+        b2=packed((s.E, s.d), s.bias) if s.bias else None,
+        token_offsets=packed((s.L + 1,), "int32") if s.ragged else None,
+    )
 
 
 def _factors(s: LayerShape) -> Lora:

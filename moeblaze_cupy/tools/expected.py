@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16")  # dtypes whose products have the speed on reco
 @dataclass(frozen=True)
 class Work:
     """FLOP of the products, and bytes read and written: each array once that a pass is given, makes or keeps, and
-    twice the rows that it writes for a later product or sum to read."""
+    twice the rows that it writes for a later product or sum to read. Chunks read the weights again."""
 
     flops: int
     nbytes: int
@@ -79,10 +79,13 @@ def work(s: LayerShape, run: DryRun) -> dict[str, Work]:
     given, out = run.x_bytes + weights + router_weights, allocation_of(forward.kept["out"]).nbytes
     kept = run.saved_bytes - run.x_bytes if has_backward else 0
     factors = 2 * s.R * (s.lora_rank or 0) * (2 * s.d + (s.g + 1) * s.h)
-    found = {FORWARD: Work(flops + factors, given + out + kept + 2 * (hidden + sums))}
+    again_in_chunks = (run.chunks(s) - 1) * weights
+    found = {FORWARD: Work(flops + factors, given + out + kept + 2 * (hidden + sums) + again_in_chunks)}
     if has_backward:
         again = 0 if any(name.startswith("first layer") for name in forward.kept) else first_flops
         nbytes = given + out + kept + memory.total(memory.gradients(s)) + 2 * ((s.g + 1) * hidden + sums)
+        if again_in_chunks:  # sums in float32 are cleared, added to by every chunk, and rounded
+            nbytes += again_in_chunks + (2 * run.chunks(s) + 2) * 4 * s.E * s.d * (s.g + 1) * s.h
         of_both = (3 if s.lora_rank is None else 2) * flops + 3 * factors + again
         found[BOTH] = Work(of_both, found[FORWARD].nbytes + nbytes)
     return found
@@ -103,7 +106,7 @@ def times(s: LayerShape, run: DryRun, card: Card, save: str | None) -> dict[str,
         return {}
     is_plain = s.options == memory.PLAIN and not s.ragged and s.bias is None and s.lora_rank is None
     is_aligned = all(dict(launch.variant.macros).get("ALIGNED") != "0" for launch in run.launches)
-    on_record = is_plain and is_aligned and save in ("minimal", None) and card.tokens <= s.L
+    on_record = is_plain and is_aligned and run.chunks(s) == 1 and save in ("minimal", None) and card.tokens <= s.L
     found = {}
     for name, of_pass in of_passes.items():
         both = card.seconds(of_pass)

@@ -32,6 +32,7 @@ class LayerShape:
     options: LayerOptions = PLAIN  # options of slots; the other fields hold the rest
     max_slots: int | None = None  # the most slots that have a row; None: all L*k
     precision: str | None = None  # "fp8": products in e4m3 with weights that were quantised before
+    memory_limit: int | None = None  # bytes of a pass
     lora_rank: int | None = None  # rank of float32 factors beside both weights, which are frozen then
 
     def of_layer(self, save: str | None) -> LayerOptions:
@@ -42,6 +43,7 @@ class LayerShape:
             gate_up=self.gate_up,
             max_slots=self.max_slots,
             precision=self.precision,
+            memory_limit=self.memory_limit,
         )
 
     @property

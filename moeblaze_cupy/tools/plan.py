@@ -7,7 +7,7 @@ from typing import Any
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.recorder import Allocation, allocation_of
 from moeblaze_cupy.tools import dry_run, expected, memory
-from moeblaze_cupy.tools.command import print_json
+from moeblaze_cupy.tools.command import CommandError, one_line, print_json
 from moeblaze_cupy.tools.dry_run import DryRun, Pass
 from moeblaze_cupy.tools.memory import Term, format_bytes
 from moeblaze_cupy.tools.sizes import as_json, layer_shape, slot_options
@@ -19,7 +19,10 @@ ROUTED = "routed buffers"
 def run(args: argparse.Namespace) -> int:
     s = layer_shape(args, args.tier)
     limits = dataclasses.replace(launch_config.H200, tier=args.tier)
-    runs = {save or "inference": dry_run.layer(s, save, limits) for save in POLICIES}
+    try:
+        runs = {save or "inference": dry_run.layer(s, save, limits) for save in POLICIES}
+    except ValueError as error:  # a memory limit below the least
+        raise CommandError(one_line(error).removeprefix("plan: ")) from error
     if args.json:
         print_json(facts(s, runs))
     else:
@@ -31,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
 class Column:
     """The memory of one save policy, or of the layer with routed buffers, in bytes and buffer by buffer.
 
-    Backward's are None in inference.
+    Backward's are None in inference. chunk_tokens: None but for a layer with a memory limit; more_traffic: the bytes of
+    both passes that its chunks read and write beyond those without the limit.
     """
 
     saved_bytes: int
@@ -40,6 +44,8 @@ class Column:
     saved: tuple[Term, ...]
     forward_peak: tuple[Term, ...]
     backward_peak: tuple[Term, ...] | None
+    chunk_tokens: int | None = None
+    more_traffic: int = 0
 
 
 def columns(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Column]:
@@ -56,6 +62,7 @@ def columns(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Column]:
             (x, *_terms(forward, _saved(forward))) if backward else (),
             transient,
             _terms(backward[0], backward[0].at_peak()) if backward else None,
+            *(() if s.memory_limit is None else (run.chunk_tokens, _more_traffic(s, run))),
         )
     routed = memory.routed_layer(s)
     found[ROUTED] = Column(routed.saved_bytes, 0, routed.backward_peak_bytes, routed.saved, (), routed.at_peak)
@@ -100,6 +107,10 @@ def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
             *("-" if c.backward_peak_bytes is None else format_bytes(c.backward_peak_bytes) for c in found.values()),
         ],
     ]
+    if s.memory_limit is not None:
+        tokens = (c.chunk_tokens for c in found.values())
+        rows.append(["tokens of a chunk", *("-" if number is None else f"{number:,}" for number in tokens)])
+        rows.append(["  more traffic by chunks", *(format_bytes(c.more_traffic) for c in found.values())])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
@@ -119,6 +130,12 @@ def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
         lines += ["", heading, *_listed(of_columns)]
     lines += ["", *expected.report(s, runs["minimal"], expected.CARDS, "minimal")]
     return lines
+
+
+def _more_traffic(s: memory.LayerShape, run: DryRun) -> int:
+    whole = dataclasses.replace(run, chunk_tokens=s.L)
+    in_chunks, without = (list(expected.work(s, of).values())[-1].nbytes for of in (run, whole))
+    return in_chunks - without
 
 
 def _saved(forward: Pass) -> list[Allocation]:

@@ -31,7 +31,14 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         gate_up=args.gate_up,
         precision=args.precision,
         lora_rank=args.lora_rank,
+        memory_limit=getattr(args, "memory_limit", None),
     )
+    if s.memory_limit is not None:
+        if s.ragged or s.lora_rank:
+            raise CommandError("--memory-limit: expected none with --pairs or --lora-rank")
+        if s.b == 2 and (s.d % 8 or s.h % 8):
+            expected = f"none with {s.dtype} and d or h that are no multiples of 8"
+            raise CommandError(f"--memory-limit: expected {expected}, got {s.d} and {s.h}")
     if s.gate_up == "interleaved" and s.g == 1:
         raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
     if s.precision == "fp8":
@@ -60,6 +67,7 @@ def slot_options(s: LayerShape) -> str:
     found = ["L*k pairs"] if s.ragged else []
     found += [f"precision={s.precision!r}"] if s.precision else []
     found += [f"low-rank factors of rank {s.lora_rank}"] if s.lora_rank else []
+    found += [f"memory_limit={s.memory_limit}"] if s.memory_limit is not None else []
     plain = PLAIN._asdict()
     found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
     return "".join(f", {text}" for text in found)
