@@ -210,6 +210,7 @@ class Layer:
     max_slots: int | None = None
     slots: LayerOptions = PLAIN  # of which what slots do is taken
     ragged: bool = False  # the L*k slots as pairs
+    memory_limit: int | None = None
 
     @property
     def slots_shape(self):
@@ -239,7 +240,7 @@ class Layer:
         offsets = device.array(("token_offsets",), (self.L + 1,), np.int32) if self.ragged else None
         options = {"activation": self.activation, "save": self.save, "max_slots": self.max_slots}
         of_slots = {name: getattr(self.slots, name) for name in ("weights_on", "unreduced", "identity_experts")}
-        options |= {"token_offsets": offsets, **of_slots}
+        options |= {"token_offsets": offsets, "memory_limit": self.memory_limit, **of_slots}
         return mb.moe_forward(*self.arguments(device), **options)
 
     def backward(self, device, saved):

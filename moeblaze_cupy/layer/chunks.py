@@ -221,7 +221,7 @@ def fit(layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, frozen:
     def in_chunks(number: int) -> Fit:
         tokens = ceil_div(ceil_div(L, number), STEP) * STEP
         cut = Cut(L, max(min(tokens, L), 1))
-        return Fit(cut, _peak(layer, options, limits, frozen, cut))
+        return Fit(cut, peak_bytes(layer, options, limits, frozen, cut))
 
     number = 1
     while in_chunks(number).nbytes > limit and in_chunks(number).cut.tokens > STEP:
@@ -263,7 +263,9 @@ def _in_chunks(
     return _forward_chunks(layer, options, limits, quantizes, cut)
 
 
-def _peak(layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, frozen: tuple[str, ...], cut: Cut) -> int:
+def peak_bytes(
+    layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, frozen: tuple[str, ...], cut: Cut
+) -> int:
     """Returns the most bytes that forward allocates beyond what it returns, or its largest backward with gradients."""
     steps = _in_chunks(layer, options, limits, False, cut)
     parts = {"w1": layer.w1_parts, "w2": (layer.w2,)}

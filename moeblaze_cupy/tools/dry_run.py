@@ -138,13 +138,13 @@ def layer(
     are added to a caller's buffers take no memory. Raises ValueError for more experts than the GPU's shared memory has
     room for, and for a memory limit below the least.
     """
-    arrays, options = _arrays(s), s.of_layer(save)
+    of_layer, options = arrays(s), s.of_layer(save)
     factors, tokens = _factors(s) if s.lora_rank else None, s.L
     forward_steps: experts.Forward | chunks.ForwardChunks
     if options.memory_limit is None:
-        forward_steps = experts.configure_forward(arrays, options, limits, factors=factors)
+        forward_steps = experts.configure_forward(of_layer, options, limits, factors=factors)
     else:
-        forward_steps = chunks.configure_forward("plan", arrays, options, limits)
+        forward_steps = chunks.configure_forward("plan", of_layer, options, limits)
     if isinstance(forward_steps, chunks.ForwardChunks):
         tokens = forward_steps.cut.tokens
     run, result = chunks.recorded_forward(forward_steps)
@@ -161,10 +161,10 @@ def layer(
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
     steps: backward.Backward | chunks.BackwardChunks
     if isinstance(forward_steps, experts.Forward):
-        steps = backward.configure_after(forward_steps, arrays, limits, tuple(sums.items()), factors)
+        steps = backward.configure_after(forward_steps, of_layer, limits, tuple(sums.items()), factors)
     else:
-        how = backward.default_options(arrays, factors)
-        steps = chunks.configure_after(forward_steps, arrays, limits, how, tuple(sums.items()))
+        how = backward.default_options(of_layer, factors)
+        steps = chunks.configure_after(forward_steps, of_layer, limits, how, tuple(sums.items()))
     rows = LoraRows(1, 1) if factors and save != "recompute" else LoraRows(0, 0)
     run, gradients = chunks.recorded_backward(steps, options, sums, rows)
     named = {f"gradient of {name}": array for name, array in vars(gradients).items() if name != "lora"}
@@ -174,7 +174,8 @@ def layer(
     return DryRun((forward, Pass("backward", run, _present(named))), x_bytes, tokens)
 
 
-def _arrays(s: LayerShape) -> LayerArrays:
+def arrays(s: LayerShape) -> LayerArrays:
+    """Returns the layouts of packed arrays of the layer."""
     slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
     w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
     x, on_input = packed((s.L, s.d), s.dtype), s.options.on_input

@@ -1,0 +1,213 @@
+"""memory_limit: what passes allocate, how many chunks they take, and what is refused. No kernel runs here."""
+
+import re
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.cuda import runtime
+from moeblaze_cupy.cuda.launch_config import ceil_div
+from moeblaze_cupy.layer import chunks
+from moeblaze_cupy.tools import dry_run, memory
+from moeblaze_cupy.types import ChunkedIndices, LayerOptions
+from tests.cases import Case, make_inputs
+from tests.fakes import Layer, launches, limits_of, use
+
+BF16 = ml_dtypes.bfloat16
+SHAPES = [
+    Layer(512, 2, 5, 64, 200),
+    Layer(1000, 3, 4, 600, 64, "transposed"),
+    Layer(3000, 1, 3, 264, 72, "pair", ids=np.int64),
+    Layer(333, 2, 5, 96, 40, activation="relu", weights=BF16),
+    Layer(400, 2, 5, 31, 45, "pair_transposed", dtype=np.float32),
+    Layer(500, 2, 3, 64, 72, slots=LayerOptions(unreduced=True)),
+    Layer(500, 2, 3, 64, 72, slots=LayerOptions(weights_on="input", identity_experts=3)),
+    Layer(4096, 8, 4, 256, 128),
+]
+
+
+@pytest.fixture
+def forget():
+    yield
+    runtime.forget()
+
+
+def least_of(device, layer):
+    """From the error. pytest.raises would hold what the call had in memory."""
+    try:
+        replace(layer, memory_limit=1).forward(device)
+    except ValueError as error:
+        found = re.fullmatch(r"moe_forward: memory_limit: expected at least (\d+) bytes for .*, got 1", str(error))
+        return int(found[1])
+    pytest.fail("a limit of one byte was kept")
+
+
+def peaks(device, layer):
+    """The bytes of forward beyond out and what it keeps, and those of backward; saved, which may be None."""
+    before = device.peak = device.used
+    out, saved = layer.forward(device)
+    forward = device.peak - device.used
+    if saved is None:
+        return forward, 0, None
+    assert device.used - before == out.nbytes + saved.nbytes
+    before = device.peak = device.used
+    gradients = layer.backward(device, saved)
+    backward = device.peak - before
+    del gradients
+    return forward, backward, saved
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize("save", ["recompute", "minimal", "fp8", "paper", None])
+@pytest.mark.parametrize("layer", SHAPES, ids=str)
+def test_passes_stay_within_the_limit(layer, save, tier, monkeypatch, forget):
+    """For limits from the least one to that of one chunk, and every kind of backward."""
+    device, layer = use(monkeypatch, limits_of(tier)), replace(layer, save=save)
+    least = least_of(device, layer)
+    whole = max(peaks(device, replace(layer, keep_saved=True))[:2])
+    assert least < whole
+    numbers = []
+    for limit in (least, (3 * least + whole) // 4, (least + whole) // 2, whole - 1, whole, 2 * whole):
+        limited = replace(layer, memory_limit=limit)
+        for variant in (limited, replace(limited, keep_saved=True), replace(limited, accumulate=("w1", "w2"))):
+            forward, backward, saved = peaks(device, variant)
+            assert max(forward, backward) <= limit
+        is_chunked = saved is not None and isinstance(saved.index, ChunkedIndices)
+        numbers.append(-(-layer.L // saved.index.chunk_tokens) if is_chunked else 1)
+    if save is not None:
+        assert numbers == sorted(numbers, reverse=True)
+        assert numbers[0] > 1 and numbers[3] > 1 and numbers[-2:] == [1, 1]
+
+
+@pytest.mark.parametrize("layer", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+def test_one_chunk_fewer_does_not_fit(layer, tier, monkeypatch, forget):
+    device = use(monkeypatch, limits_of(tier))
+    least, whole = least_of(device, layer), max(peaks(device, replace(layer, keep_saved=True))[:2])
+    for limit in ((7 * least + whole) // 8, (least + 2 * whole) // 3):
+        _, _, saved = peaks(device, replace(layer, memory_limit=limit))
+        number = -(-layer.L // saved.index.chunk_tokens)
+        shape = memory.LayerShape(layer.L, layer.d, layer.h, layer.E, layer.k, transposed=layer.order == "transposed")
+        arrays, options = dry_run.arrays(shape), shape.of_layer("minimal")._replace(memory_limit=limit)
+        fewer = ceil_div(ceil_div(layer.L, number - 1), chunks.STEP) * chunks.STEP
+        assert saved.index.chunk_tokens < fewer
+        cut = chunks.Cut(layer.L, min(fewer, layer.L))
+        assert chunks.peak_bytes(arrays, options, limits_of(tier), (), cut) > limit
+
+
+@pytest.mark.parametrize("save", ["recompute", "minimal", "fp8", "paper", None])
+@pytest.mark.parametrize(("L", "d", "k", "E"), [(512, 64, 2, 5), (700, 600, 3, 4), (4096, 256, 8, 4)])
+def test_plan_gives_the_bytes_of_the_layer(L, d, k, E, save, monkeypatch, forget):
+    device = use(monkeypatch)
+    for transposed in (False, True):
+        layer = Layer(L, k, E, d, 72, "transposed" if transposed else "row", save=save)
+        least = least_of(device, layer)
+        for limit in (least, least * 5 // 4, least * 2):
+            shape = memory.LayerShape(L, d, 72, E, k, transposed=transposed, memory_limit=limit)
+            run = dry_run.layer(shape, save)
+            forward, backward, saved = peaks(device, replace(layer, memory_limit=limit))
+            assert (run.forward_peak_bytes, run.backward_peak_bytes) == (forward, backward)
+            if saved is not None:
+                assert saved.nbytes == run.saved_bytes - run.x_bytes
+                assert getattr(saved.index, "chunk_tokens", L) == run.chunk_tokens
+
+
+def test_a_limit_that_one_chunk_keeps_changes_no_launch(monkeypatch, forget):
+    device, layer = use(monkeypatch), SHAPES[0]
+    found = []
+    for limit in (None, 1 << 40):
+        device.restart()
+        limited = replace(layer, memory_limit=limit)
+        out, saved = limited.forward(device)
+        gradients = limited.backward(device, saved)
+        found.append([(variant, grid, values) for variant, grid, values in launches(device)])
+        del out, saved, gradients
+    assert found[0] == found[1] and len(found[0]) > 5
+
+
+def test_chunks_read_and_write_their_own_part(monkeypatch, forget):
+    device, layer = use(monkeypatch), replace(SHAPES[1], save="minimal")
+    limited = replace(layer, memory_limit=least_of(device, layer) * 3 // 2)
+    device.restart()
+    out, saved = limited.forward(device)
+    tokens, number = saved.index.chunk_tokens, -(-layer.L // saved.index.chunk_tokens)
+    assert number > 2 and tokens % 16 == 0 and layer.L % tokens
+    products = [values for variant, _, values in launches(device) if variant.entry == "up_fwd"]
+    assert [values["a"] for values in products] == [(("x",), i * tokens * layer.d * 2) for i in range(number)]
+    routed = [values for variant, _, values in launches(device) if variant.entry.startswith("dispatch_route")]
+    assert [values["ids"] for values in routed] == [(("ids",), i * tokens * layer.k * 4) for i in range(number)]
+    kept = [values["first_layer"] for values in products]
+    assert [offset for _, offset in kept] == [i * tokens * layer.k * 2 * layer.h * 2 for i in range(number)]
+    device.restart()
+    gradients = limited.backward(device, saved)
+    log = launches(device)
+    sums = {values["out0"][0] for variant, _, values in log if variant.entry == "up_wgrad"}
+    assert len(sums) == 1  # all chunks add to the same float32 sums, from which one launch rounds
+    rounds = [(values["factor"][0], values["out"]) for variant, _, values in log if variant.entry == "lora_pack"]
+    assert [label for label, _ in rounds].count(sums.pop()) == 1 and len(rounds) == 2
+    assert rounds[-1][1][0] == gradients.w1.buffer.label and gradients.w1.dtype == BF16
+    del out, saved, gradients
+
+
+def test_lists_of_chunks_are_refused(monkeypatch, forget):
+    device, layer = use(monkeypatch), SHAPES[0]
+    _, saved = replace(layer, memory_limit=least_of(device, layer)).forward(device)
+    for name in ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles", "experts_by_load"):
+        with pytest.raises(RuntimeError, match=rf"saved.index: expected {name} of a layer without memory_limit"):
+            getattr(saved.index, name)
+    assert (saved.index.num_tokens, saved.index.k, saved.index.num_slots) == (layer.L, layer.k, layer.L * layer.k)
+    grad_out = device.array(("grad_out",), (layer.L, layer.d), layer.dtype)
+    with pytest.raises(ValueError, match=r"moe_backward_data: saved: expected a layer without memory_limit"):
+        mb.moe_backward_data(grad_out, saved)
+    rounded = replace(layer, accumulate=("w2",), totals=BF16)
+    with pytest.raises(TypeError, match=r"accumulate\['w2'\]: expected dtype float32 or float64, got bfloat16"):
+        rounded.backward(device, saved)
+    del saved
+
+
+ON_CPU = Case(L=40, k=2, E=3, d=24, h=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"memory_limit": 0}, ValueError, "expected None, or at least 1 byte, got 0"),
+        ({"memory_limit": 1e9}, TypeError, "expected an int, got 1000000000.0"),
+        ({"memory_limit": True}, TypeError, "expected an int, got True"),
+        ({"memory_limit": 9, "max_slots": 5}, ValueError, "expected None with max_slots"),
+        ({"memory_limit": 9, "lora": True}, ValueError, "expected None with lora"),
+        ({"memory_limit": 9, "token_offsets": True}, ValueError, "expected None with token_offsets"),
+    ],
+    ids=str,
+)
+def test_options_without_chunks(options, error, message):
+    x, ids, weights, w1, w2, _ = make_inputs(ON_CPU, 0, np.float32)
+    if "lora" in options:
+        options["lora"] = mb.Lora(np.ones((3, 4, 24), np.float32), np.ones((3, 32, 4), np.float32))
+    if "token_offsets" in options:
+        ids, weights = ids.ravel(), weights.ravel()
+        options["token_offsets"] = np.arange(41, dtype=np.int32) * 2
+    with pytest.raises(error, match=rf"moe_forward: memory_limit: {message}"):
+        mb.moe_forward(x, ids, weights, w1, w2, **options)
+
+
+def test_widths_that_sums_are_not_rounded_in():
+    x, ids, weights, w1, w2, _ = make_inputs(replace(ON_CPU, d=20), 0, BF16)
+    with pytest.raises(ValueError, match=r"memory_limit: expected None with bfloat16 weights whose d and h"):
+        mb.moe_forward(x, ids, weights, w1, w2, memory_limit=9)
+    mb.moe_forward(x, ids, weights, w1, w2, memory_limit=9, save=None)
+
+
+def test_the_cpu_has_no_limit():
+    """The options pass their checks, and the results are those without."""
+    x, ids, weights, w1, w2, grad_out = make_inputs(ON_CPU, 0, np.float32)
+    results = []
+    for limit in (None, 1):
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, memory_limit=limit)
+        results.append((out, *mb.moe_backward(grad_out, saved)))
+        assert saved.options.memory_limit == limit
+    for name, plain, limited in zip(("out", "x", "weights", "w1", "w2"), *results, strict=True):
+        np.testing.assert_array_equal(plain, limited, name)
