@@ -201,21 +201,21 @@ def max_slots(function: str, value: Any, num_slots: int) -> int | None:
     return min(bound, num_slots)
 
 
-def memory_limit(function: str, options: LayerOptions, d: LayerArrays, has_lora: bool) -> int | None:
-    """Returns the limit as an int, or None; checks that the layer can be computed in chunks of tokens."""
-    if options.memory_limit is None:
+def memory_limit(function: str, given: Any, w2: Array | None = None, **others: Any) -> int | None:
+    """Returns the limit as an int, or None; checks that the layer can be computed in chunks of tokens.
+
+    w2: of a layer with gradients. others: by name, what no chunks go with; None for what is absent.
+    """
+    if given is None:
         return None
-    limit = integer(function, "memory_limit", options.memory_limit)
+    limit = integer(function, "memory_limit", given)
     if limit < 1:
         raise bad_value(function, "memory_limit", "None, or at least 1 byte", limit)
-    without = {"token_offsets": d.token_offsets, "max_slots": options.max_slots, "lora": has_lora or None}
-    for name, given in without.items():
-        if given is not None:
-            expected = f"None with {name}, as its tokens have no chunks"
-            raise bad_value(function, "memory_limit", expected, limit)
-    h, columns = d.w2.shape[1:]
-    if options.save is not None and d.w2.itemsize == 2 and (h % 8 or columns % 8):
-        expected = f"None with {d.w2.dtype} weights whose d and h are no multiples of 8"
+    for name, other in others.items():
+        if other is not None:
+            raise bad_value(function, "memory_limit", f"None with {name}, which goes without chunks", limit)
+    if w2 is not None and w2.itemsize == 2 and (w2.shape[1] % 8 or w2.shape[2] % 8):
+        expected = f"None with {w2.dtype} weights whose d and h are no multiples of 8"
         raise bad_value(function, "memory_limit", expected, limit)
     return limit
 

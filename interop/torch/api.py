@@ -68,6 +68,7 @@ def moe(
     fp8_weights: Fp8Weights | None = None,
     keep_fp8_weights: bool = True,
     lora: Lora | None = None,
+    memory_limit: int | None = None,
 ) -> torch.Tensor:
     """The MoE layer without its router: (L, d), differentiable in x, weights, w1, w2, b1, b2 and the factors of lora.
 
@@ -115,13 +116,17 @@ def moe(
     None, an operator of its own quantises the weights in a compiled graph.
     keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
     whose memory is freed after forward, as FSDP2 does.
+    memory_limit: as of `moeblaze_cupy.moe_forward`. torch.compile calls such a layer between its graphs. Where else
+    operators are needed, and with lora or token_offsets, it is refused.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does. Backward raises RuntimeError for a
     tensor whose storage has been freed since forward, as FSDP2 frees that of gathered parameters.
     """
     gate, up = torch_arguments.gate_and_up("w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
     layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
-    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, None, precision)
+    options = LayerOptions(
+        activation, save, gate_up, weights_on, unreduced, identity_experts, None, precision, memory_limit
+    )
     return _moe(layer, options, _Call(keep_saved, accumulate_into_main_grad, fp8_weights, keep_fp8_weights, lora=lora))
 
 
@@ -142,6 +147,9 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
         if torch.compiler.is_compiling():
             private.break_graph("moe: expected no lora and no QuantizedWeight in a graph, as they have no operators")
         return _moe_without_operators(layer, options, call)
+    if options.memory_limit is not None and torch.compiler.is_compiling():
+        private.break_graph("moe: expected no memory_limit in a graph, as chunks have no operators")
+        return _moe_between_graphs(layer, options, call)
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
@@ -176,12 +184,16 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
         return torch_autograd.in_shape(out, call.shape)
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
-    shared = up is None and len(tensors) == 6 and not main_grads
+    # Owners take gradients of weights after those of x, which chunks do not leave to them.
+    shared = up is None and len(tensors) == 6 and not main_grads and options.memory_limit is None
     owners = torch_sums.owners_of(gate, w2) if shared else None
     of_fp8_call = fp8_weights, call.keep_fp8_weights
     told = torch_autograd.EagerCall(call.keep_saved, main_grads, options, *of_fp8_call, owners, call.shape)
     out = torch_autograd.EagerMoE.apply(told, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
+
+
+_moe_between_graphs = graph_break(_moe)
 
 
 @graph_break
@@ -231,6 +243,9 @@ def _by_operators(
 ) -> torch.Tensor:
     """`_moe` for compilers, dispatch modes and transforms. of_fp8: the arrays of `call.fp8_weights`."""
     torch_autograd.outside_of_vmap("moe", "x", (*layer, *of_fp8))
+    if options.memory_limit is not None:
+        expected = "None with tensor subclasses, dispatch modes and transforms of torch, whose operators have no chunks"
+        raise checks.bad_value("moe", "memory_limit", expected, options.memory_limit)
     fp8_weights, save = call.fp8_weights, options.save
     of_layer = options.gate_up, options.weights_on, options.unreduced, options.identity_experts, options.precision
     of_operators = Options.of(options.activation, *of_layer)
@@ -403,6 +418,7 @@ class MoE(torch.nn.Module):
     (E, d, r), those of `moeblaze_cupy.Lora`. The router trains as it did. Of each pair a is uniform within
     1 / sqrt(fan in), as of peft, and b is 0.
     lora_alpha: the factors' products are multiplied by lora_alpha / lora_rank; None makes that 1.
+    memory_limit: as of `moe`, for each layer and pass; not with lora_rank.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -447,6 +463,7 @@ class MoE(torch.nn.Module):
         expert_format: str | None = None,
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
+        memory_limit: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -506,6 +523,7 @@ class MoE(torch.nn.Module):
         self.expert_format, self._d_hidden = expert_format, d_hidden
         lora_rank = _lora_rank(lora_rank, lora_alpha, precision, accumulate_into_main_grad)
         self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
+        self.memory_limit = checks.memory_limit("MoE", memory_limit, lora=lora_rank)
         self.router = parameter(routed, d_model)
         if expert_format is None:
             self.w1_storage = parameter(num_experts, width, d_model)
@@ -760,7 +778,8 @@ class MoE(torch.nn.Module):
                 accumulate = dict(zip(("w1", "w2"), parameters, strict=True))
         layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)
         of_slots = self.weights_on, False, self.identity_experts, None
-        options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, self.precision)
+        of_products = self.precision, self.memory_limit
+        options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, *of_products)
         of_call = self.keep_saved, accumulate, fp8_weights, not self._sharded, shape, self._lora()
         return _moe(layer, options, _Call(*of_call))
 
@@ -773,7 +792,7 @@ class MoE(torch.nn.Module):
         options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
         unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
         unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0, "precision": None}
-        unusual |= {"expert_format": None, "lora_rank": None, "lora_alpha": None}
+        unusual |= {"expert_format": None, "lora_rank": None, "lora_alpha": None, "memory_limit": None}
         named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
         shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]

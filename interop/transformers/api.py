@@ -33,6 +33,7 @@ def register(
     save: str = "minimal",
     keep_saved: bool = False,
     precision: str | None = None,
+    memory_limit: int | None = None,
     fallback: bool | None = None,
 ) -> None:
     """Registers the layer with transformers as `experts_implementation=name`. The import does so with the defaults.
@@ -43,12 +44,14 @@ def register(
     weights that FSDP2 gathered too, unless `quantize_weights` has the model hold them. Backward uses the same e4m3
     weights; with save="recompute" it quantises again. Experts that e4m3 does not serve raise the errors of `moe`:
     nothing falls back.
+    memory_limit: as of `moe`, for each layer and pass. Adapters of peft on experts raise its error.
     fallback: True runs experts that the layer cannot compute as "grouped_mm", with one warning that names the class and
     the reason. False raises NotImplementedError. None reads the environment variable MOEBLAZE_FALLBACK: "0" means
     False.
     """
     checks.one_of("register", "save", save, SAVE_POLICIES)
     checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
+    options = layer_options(save, precision, keep_saved, checks.memory_limit("register", memory_limit))
     if name == "eager" or (private.is_registered(name) and name not in _PRECISIONS):
         raise checks.bad_value("register", "name", "one that transformers does not use itself", repr(name))
     falls_back = _falls_back(fallback) and precision is None
@@ -70,9 +73,7 @@ def register(
             hidden_states,
             top_k_index,
             top_k_weights,
-            save,
-            precision=precision,
-            keep_saved=keep_saved,
+            options,
             parameters=parameters,
             adapters=adapters,
         )
@@ -213,6 +214,7 @@ def patch(
     save: str = "minimal",
     keep_saved: bool = False,
     precision: str | None = None,
+    memory_limit: int | None = None,
     fallback: bool | None = None,
 ) -> Patched:
     """Serves modules that transformers does not dispatch, and finds the formulas of those that it does.
@@ -221,7 +223,7 @@ def patch(
     within the model, and of every Llama4TextMoe around such experts, on the instance. Weights stay where they are.
     Another call changes only the options. For modules whose experts implementation is "moeblaze" it finds the formulas,
     so that parts of a model that are compiled one by one share their graphs.
-    save, keep_saved, precision: see `register`, which decides for modules that transformers dispatches.
+    save, keep_saved, precision, memory_limit: see `register`, which decides for modules that transformers dispatches.
     fallback: see `register`. A module that cannot be served keeps its forward, with a warning. If a call later cannot
     be computed by the layer, as with adapters on parts of the module, it runs the class's own code.
     Raises ValueError for another `save` or `precision`, and NotImplementedError for a module that cannot be served if
@@ -230,7 +232,7 @@ def patch(
     checks.one_of("patch", "save", save, SAVE_POLICIES)
     checks.one_of("patch", "precision", precision, fp8_checks.PRECISIONS)
     served, refused, falls_back = [], {}, _falls_back(fallback)
-    options = layer_options(save, precision, keep_saved)
+    options = layer_options(save, precision, keep_saved, checks.memory_limit("patch", memory_limit))
     callers: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, module in model.named_modules():
         if name_of(type(module)) in {caller.name for caller in CALLERS.values()}:

@@ -1,6 +1,6 @@
 """An experts module of transformers computed by the layer, and the e4m3 weights that it holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,18 +22,16 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    save: str,
+    given: Mapping[str, Any],
     of: Callable[[Any], Any] = lambda parameter: parameter,
-    precision: str | None = None,
-    keep_saved: bool = False,
     parameters: tuple[Any, Any] | None = None,
     adapters: lora.Adapters = lora.NONE,
     start: int = 0,
 ) -> Tensor:
     """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot, of another rank.
 
-    parameters: what `weights_of` returned, if the caller has read them. adapters: those of this call, from peft.
-    start: the first of the module's experts among those with adapters.
+    given: what `layer_options` returned. parameters: what `weights_of` returned, if the caller has read them.
+    adapters: those of this call, from peft. start: the first of the module's experts among those with adapters.
     """
     parameters = weights_of(module) if parameters is None else parameters
     w1, w2, biases = arguments_of(module, of, parameters)
@@ -41,8 +39,8 @@ def experts(
         **biases,
         "activation": formula.activation,
         "gate_up": formula.gate_up,
-        **layer_options(save, precision, keep_saved),
-        **fp8_options(module, parameters, precision),
+        **given,
+        **fp8_options(module, parameters, given.get("precision")),
         **lora.option(adapters, w2, turned=not getattr(module, "is_transposed", False), start=start),
     }
     if not getattr(module, "has_post_expert_norm", False):
@@ -92,11 +90,15 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Any, w2: Any, **op
     return out.to(x.dtype)
 
 
-def layer_options(save: str, precision: str | None, keep_saved: bool = False) -> dict[str, Any]:
+def layer_options(
+    save: str, precision: str | None, keep_saved: bool = False, memory_limit: int | None = None
+) -> dict[str, Any]:
     """Returns the options of `moe` for those of `register`."""
     options: dict[str, Any] = {"save": save}
     if keep_saved:
         options["keep_saved"] = True
+    if memory_limit is not None:
+        options["memory_limit"] = memory_limit
     if precision is not None:
         options.update(precision=precision, keep_fp8_weights=save != "recompute")
     return options

@@ -209,8 +209,9 @@ def _over_ranks(
         rows, local_ids, got, route = exchange(rows, ids, wide, experts)
         if has_norm:  # which computes in the dtype that experts get
             rows = rows.to(x.dtype)
-        given, of_layer = (module, formula, rows, local_ids, got, save, _local, precision), {"start": start}
-        out = collect(transformers_experts.experts(*given, adapters=adapters, **of_layer), route)
+        of_layer = transformers_experts.layer_options(save, precision)
+        given = module, formula, rows, local_ids, got, of_layer, _local
+        out = collect(transformers_experts.experts(*given, adapters=adapters, start=start), route)
     return out.to(x.dtype)
 
 

@@ -370,8 +370,10 @@ def _checked_forward(
     if checks.CHECKS_IDS and function in NAMES_EXPERTS:
         checks.known_ids(function, d.ids, d.w2.shape[0] + options.identity_experts)
     options = options._replace(max_slots=checks.max_slots(function, options.max_slots, d.ids.size))
-    limit = checks.memory_limit(function, options, d, extras.lora is not None)
-    options = options._replace(memory_limit=limit)
+    if options.memory_limit is not None:
+        given = options.memory_limit, None if options.save is None else d.w2
+        without = {"token_offsets": d.token_offsets, "max_slots": options.max_slots, "lora": extras.lora}
+        options = options._replace(memory_limit=checks.memory_limit(function, *given, **without))
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
     if options.precision is not None:
         limits = None if call.on_cpu else call.limits
