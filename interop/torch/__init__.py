@@ -10,5 +10,6 @@ installed("moeblaze_cupy.interop.torch", "torch")
 
 from moeblaze_cupy.interop.torch.api import MoE, Routed, moe, route  # noqa: E402
 from moeblaze_cupy.interop.torch.balancing import load_balancing_loss, update_bias, z_loss  # noqa: E402
+from moeblaze_cupy.interop.torch.saves import LayerSave, fit_saves  # noqa: E402
 
-__all__ = ["MoE", "Routed", "load_balancing_loss", "moe", "route", "update_bias", "z_loss"]
+__all__ = ["LayerSave", "MoE", "Routed", "fit_saves", "load_balancing_loss", "moe", "route", "update_bias", "z_loss"]

@@ -118,6 +118,10 @@ class Kept(NamedTuple):
         return cls(packed((index.size,), "int32"), first_layer, y_swi)
 
     @property
+    def nbytes(self) -> int:
+        return sum(map(_nbytes, self))
+
+    @property
     def steps(self) -> tuple[int, int, int]:
         """Returns the bytes from one chunk's part to the next, for chunks of these sizes."""
         return tuple(ceil_div(_nbytes(part), ALIGNMENT) * ALIGNMENT for part in self)  # type: ignore[return-value]  # as many
