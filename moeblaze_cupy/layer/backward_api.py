@@ -372,6 +372,8 @@ def run_backward(
         _check_extras(function, saved, how, True in in_e4m3)
     given: Sequence[Any] = grad_out, *saved.arrays, index.lists, saved.first_layer, saved.y_swi
     options: tuple[Any, ...] = saved.options, how, index.is_ragged, index.max_slots, in_e4m3, to and to.place
+    if isinstance(index, ChunkedIndices):
+        options = (*options, index.chunk_tokens)
     if saved.lora is not None:
         given, options = (*given, *saved.lora.factors, *saved.lora_rows), (*options, saved.lora.scales)
     totals: tuple[Any, ...] = ()

@@ -168,6 +168,20 @@ def test_lists_of_chunks_are_refused(monkeypatch, forget):
     del saved
 
 
+def test_backward_takes_the_chunks_of_its_own_forward(monkeypatch, forget):
+    """Also where those of a forward with the same arrays and limit were others, as beside decoded weights."""
+    device, layer = use(monkeypatch), replace(SHAPES[1], save="recompute")
+    _, saved = replace(layer, memory_limit=least_of(device, layer) * 3 // 2).forward(device)
+    tokens = saved.index.chunk_tokens
+    for number in (tokens, tokens - 16):
+        saved.index.chunk_tokens = number
+        device.restart()
+        layer.backward(device, saved)
+        starts = [values["a"] for variant, _, values in launches(device) if variant.entry == "up_fwd"]
+        assert starts == [(("x",), first * layer.d * 2) for first in range(0, layer.L, number)]
+    del saved
+
+
 ON_CPU = Case(L=40, k=2, E=3, d=24, h=16)
 
 
@@ -211,3 +225,27 @@ def test_the_cpu_has_no_limit():
         assert saved.options.memory_limit == limit
     for name, plain, limited in zip(("out", "x", "weights", "w1", "w2"), *results, strict=True):
         np.testing.assert_array_equal(plain, limited, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["minimal", "fp8", "recompute", "paper"])
+@pytest.mark.parametrize(("dtype", "d", "h"), [(BF16, 520, 136), (np.float32, 131, 67)], ids=str)
+def test_chunks_on_a_gpu(dtype, d, h, save):
+    """out and the gradient of x have the bits of the layer without a limit."""
+    cupy = pytest.importorskip("cupy")
+    inputs = make_inputs(Case(L=3000, k=3, E=6, d=d, h=h, order="transposed", routing="absent"), 0, dtype)
+    x, ids, weights, w1, w2, grad_out = map(cupy.asarray, inputs)
+    out, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
+    plain = {"out": out, **vars(mb.moe_backward(grad_out, saved))}
+    with pytest.raises(ValueError, match="memory_limit: expected at least") as error:
+        mb.moe_forward(x, ids, weights, w1, w2, save=save, memory_limit=1)
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    for limit in (least, least * 5 // 4):
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save, memory_limit=limit)
+        assert isinstance(saved.index, ChunkedIndices)
+        got = {"out": out, **vars(mb.moe_backward(grad_out, saved))}
+        # Sums in another order; those of bf16 weights are rounded to 8 bits afterwards.
+        of_weights = 2**-8 if dtype is BF16 else 1e-5
+        for name, tolerance in {"out": 0, "x": 0, "weights": 1e-5, "w1": of_weights, "w2": of_weights}.items():
+            one, other = (np.asarray(results[name].get()).astype(np.float64) for results in (got, plain))
+            assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other), name
