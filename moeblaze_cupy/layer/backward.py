@@ -244,9 +244,7 @@ def configure_after(
     return configure_backward(arrays, options, how, accumulate, limits, index, factors=factors)
 
 
-def default_options(
-    layer: LayerArrays, factors: Lora | None = None, frozen: tuple[str, ...] = ()
-) -> BackwardOptions:
+def default_options(layer: LayerArrays, factors: Lora | None = None, frozen: tuple[str, ...] = ()) -> BackwardOptions:
     """Returns the options of a backward for the gradients that one computes unless told; see `configure_after`."""
     biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
     needs = ("x", "weights", "lora") if factors else (*GRADIENTS, *biases)
