@@ -6,7 +6,7 @@ from moeblaze_cupy.fp8.api import quantize_weights
 from moeblaze_cupy.layer.api import build_dispatch, moe_forward
 from moeblaze_cupy.layer.backward_api import moe_backward, moe_backward_data, moe_backward_weights
 from moeblaze_cupy.quantised.api import dequantize, quantize_experts
-from moeblaze_cupy.quantised.scratch import release_scratch
+from moeblaze_cupy.quantised.scratch import limit_scratch, release_scratch
 from moeblaze_cupy.router.api import route, route_backward
 from moeblaze_cupy.rows.api import sum_rows
 from moeblaze_cupy.selection.api import (
@@ -46,6 +46,7 @@ __all__ = [
     "dequantize",
     "expert_choice",
     "limit_capacity",
+    "limit_scratch",
     "list_pairs",
     "moe_backward",
     "moe_backward_data",

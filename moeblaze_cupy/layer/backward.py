@@ -416,7 +416,7 @@ def moe_backward(
     grad_x, wait, to, decode, factors = extras.out, extras.wait, extras.to, extras.decode, extras.factors
     layer, needs, index = arrays.layer, steps.how.needs, steps.index.addresses(arrays.lists)
     if decode is not None:
-        decode(run, index[EXPERT_TOKEN_OFFSETS])
+        decode(run, index[EXPERT_TOKEN_OFFSETS], begins=True)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.index, index)
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_weights = extras.grad_weights
@@ -507,6 +507,8 @@ def _recomputed(
     if steps.dequantize_saved:
         run.launch(steps.dequantize_saved, made.ptr, index[EXPERT_TOKEN_OFFSETS], arrays.first_layer)
     if steps.up_fwd:
+        if extras.decode is not None:
+            extras.decode(run, index[EXPERT_TOKEN_OFFSETS], "w1")
         bias = steps.up_bias.halves(layer.b1_gate, layer.b1_up) if steps.up_bias else (0, 0)
         x, up, of_up_fwd, x_e4m3 = layer.x, steps.up.halves(layer.w1_gate, layer.w1_up), PLAIN, None
         if steps.x_in_e4m3 and weights_fp8:
@@ -542,6 +544,8 @@ def _down_bwd(
     """Launches down_bwd. to: the addresses of first_layer, first_layer_grad and weighted_y_swi."""
     if not steps.down_bwd:
         return _DownBwd(None, None, None, None)
+    if extras.decode is not None:
+        extras.decode(run, grad_rows[EXPERT_TOKEN_OFFSETS], "w2")
     w2, first_layer, first_layer_grad, weighted = arrays.layer.w2, *to
     weights_fp8, factors = extras.weights_fp8, extras.factors
     grad, down, of_down_bwd = arrays.grad_out, (w2, w2), PLAIN
@@ -603,6 +607,8 @@ def _up_bwd_pass(
             of_pair = (index, layer.x), (index, first_layer_grad), v1, u1 or extras.lora_rows.u1 or None
             made = steps.lora1.gradients(run, *of_pair, factors.a1)
     if steps.up_bwd:
+        if extras.decode is not None:
+            extras.decode(run, index[EXPERT_TOKEN_OFFSETS], "w1")
         rows, up = first_layer_grad, steps.up.halves(layer.w1_gate, layer.w1_up)
         if steps.in_e4m3 and extras.weights_fp8 and in_e4m3:
             rows, up = in_e4m3[0].ptr, steps.in_e4m3.weights.up_bwd.halves(extras.weights_fp8.w1)

@@ -240,7 +240,7 @@ class PassExtras(NamedTuple):
     x_scales: int = 0  #: scales of the rows of x, if these are in e4m3
     grad_scales: int = 0  #: scales of the rows of grad_out, if these are in e4m3
     to: push.Addresses = push.NOWHERE  #: the destination of the result, in place of an array
-    decode: Callable[[Runtime, int], None] | None = None  #: fills w1 or w2, of experts with tokens by the offsets given
+    decode: Callable[..., None] | None = None  #: fills w1 or w2, see `quantised.scratch.Decoded.decode`
     factors: Lora = Lora(0, 0, 0, 0)  #: addresses of the low-rank factors
     lora_rows: LoraRows = LoraRows(0, 0)  #: addresses of what forward kept of them
     kept: KeptMemory = NEW_MEMORY  #: of a forward
@@ -255,7 +255,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     out, wait, weights_fp8, x_scales, _, to, decode, factors, _, kept, _ = extras
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets, kept.lists)
     if decode is not None:
-        decode(run, index[EXPERT_TOKEN_OFFSETS])
+        decode(run, index[EXPERT_TOKEN_OFFSETS], "w1", begins=True)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
     if wait is not None:
         wait()
@@ -279,13 +279,11 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     if steps.lora1:
         u1, of_up_fwd, beside_up = steps.lora1.make(run, index, rows, (factors.a1, factors.b1), of_up_fwd)
     if steps.up_fwd:
-        first_layer_ptr = first_layer.ptr if first_layer else 0
-        unquantized = None
+        first_layer_ptr, unquantized = first_layer.ptr if first_layer else 0, None
         if steps.quantize_saved:
             out = out or (None if to.peers else run.empty(steps.out, steps.dtype))
             unquantized = run.empty(steps.unquantized, steps.dtype)
             first_layer_ptr = unquantized.ptr
-        row_weights_ptr = row_weights.ptr if row_weights else 0
         bias = steps.up_bias.halves(layer.b1_gate, layer.b1_up) if steps.up_bias else (0, 0)
         grouped_gemm.gemm(
             run,
@@ -295,7 +293,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
             up_weight,
             first_layer=first_layer_ptr,
             result=y_swi_ptr,
-            weights=row_weights_ptr,
+            weights=row_weights.ptr if row_weights else 0,
             bias=bias,
             extras=of_up_fwd,
         )
@@ -308,6 +306,8 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     if steps.lora2:
         u2, of_down_fwd, beside_down = steps.lora2.make(run, index, y_swi_ptr, (factors.a2, factors.b2), of_down_fwd)
     if steps.down_fwd:
+        if decode is not None:
+            decode(run, index[EXPERT_TOKEN_OFFSETS], "w2")
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, squares if steps.down_fwd.square else index)
         panels.sum_of_rows(
             run,

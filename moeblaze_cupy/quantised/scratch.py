@@ -3,23 +3,29 @@
 A call takes this memory, decodes its weights there once it knows which experts have tokens, and leaves it to the next
 one with its own number. Only the backward of this call may read again what it decoded: addresses and versions of the
 packed parts tell nothing, as weights of other layers come to the same place, and parts may be written meanwhile.
+
+`limit_scratch` bounds this memory. Where it has no room for both weights of a layer, each is decoded before the
+products that read it, to the same place.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moeblaze_cupy import checks
 from moeblaze_cupy.calls import Lookup
 from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.cuda.runtime import Launch, Runtime, current_device
-from moeblaze_cupy.frameworks import Buffer
+from moeblaze_cupy.frameworks import ITEMSIZE, Buffer
 from moeblaze_cupy.quantised import checks as quantised_checks
 from moeblaze_cupy.quantised import decode
 from moeblaze_cupy.quantised.api import on_host
 from moeblaze_cupy.reference import quantised as reference
-from moeblaze_cupy.types import LayerArrays, QuantizedWeight
+from moeblaze_cupy.types import LayerArrays, QuantizedWeight, reshaped
 
+_DTYPE = "bfloat16"  # of decoded weights on CUDA
 _numbers = itertools.count(1)
 
 
@@ -29,10 +35,32 @@ class _Memory(NamedTuple):
     number: int
     shapes: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, Buffer]
+    in_turn: bool  #: the buffers are one
+    holds: str = ""  #: in turn, the name of the weight that is there
 
 
 # By framework, device and stream. A call in progress has its memory to itself, so threads do not share one.
 _kept: dict[tuple[Any, int, int], _Memory] = {}
+_limit: int | None = None  # bytes
+
+
+def limit_scratch(nbytes: int | None) -> None:
+    """Bounds the memory that a layer's `QuantizedWeight` are decoded to on CUDA, in the calls of this process from now.
+
+    nbytes: None for no bound, as at first. A layer whose w1 and w2 take more in bf16 decodes one at a time, each before
+    the products that read it, to memory of the larger one: two thirds for a gated layer. Results have the same bits. A
+    training step then decodes four weights if backward finds nothing of its forward's, as without a bound, or three if
+    it does, in place of two. With save="recompute" it decodes five. A layer whose larger weight takes more raises
+    ValueError. Memory that is kept now is freed. The CPU decodes both weights at a time whatever the bound.
+    Raises TypeError or ValueError for what is no positive integer.
+    """
+    global _limit
+    if nbytes is not None:
+        nbytes = checks.integer("limit_scratch", "nbytes", nbytes)
+        if nbytes < 1:
+            raise checks.bad_value("limit_scratch", "nbytes", "at least 1, or None", nbytes)
+    _limit = nbytes
+    release_scratch()
 
 
 def release_scratch() -> None:
@@ -54,20 +82,34 @@ class Decoded:
     number: int = 0  #: of the call of the layer that decodes, or has decoded
     _place: tuple[Any, int, int] | None = None  #: None where they are not to be kept
     _memory: _Memory | None = None
-    _launches: tuple[tuple[Launch, list[int], int], ...] = ()  #: with the addresses of the parts and of the result
+    _launches: tuple[tuple[str, Launch, list[int], int], ...] = ()  #: by name, addresses of the parts and the result
     _parts: tuple[Any, ...] = ()  #: held until then
+    _holds: str = ""  #: in turn, the name of the weight that is there
+    _lists: int = 0  #: in turn, how many index lists came
 
     def layer(self, of: LayerArrays) -> LayerArrays:
         return of.with_weights(self.arrays)
 
-    def decode(self, run: Runtime, expert_token_offsets: int) -> None:
-        """Decodes the experts that have tokens, unless that has been done."""
-        for launch, parts, out in self._launches:
-            run.launch(launch, *parts, expert_token_offsets, out)
+    def decode(self, run: Runtime, expert_token_offsets: int, name: str = "", begins: bool = False) -> None:
+        """Decodes the experts that have tokens, unless that has been done.
+
+        begins: these are new index lists, for which both weights are decoded, unless they come in turn. name: "w1" or
+        "w2", before each product that reads it, to decode that one if they do.
+        """
+        in_turn = self._memory is not None and self._memory.in_turn
+        if begins and in_turn:
+            self._lists += 1
+            if self._lists > 1:  # other experts have tokens
+                self._holds = ""
+        wanted = {name} - {"", self._holds} if in_turn else {"w1", "w2"} if begins else ()
+        for of, launch, parts, out in self._launches:
+            if of in wanted:
+                run.launch(launch, *parts, expert_token_offsets, out)
+                self._holds = of
 
     def keep(self) -> None:
         if self._place is not None and self._memory is not None:
-            _kept[self._place] = self._memory
+            _kept[self._place] = self._memory._replace(holds=self._holds if self._lists == 1 else "")
 
 
 def decoded(function: str, weights: Mapping[str, QuantizedWeight], prefix: str = "", number: int = 0) -> Decoded:
@@ -102,19 +144,48 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], prefix: str =
         # A graph has memory of its own: other calls write what is kept here between its replays.
         memory = None if capturing else _kept.pop(place, None)
         shapes = {name: weight.shape for name, weight in weights.items()}
-        fits = memory is not None and memory.shapes == shapes
+        in_turn = _is_in_turn(function, arguments, shapes)
+        fits = memory is not None and memory.shapes == shapes and memory.in_turn == in_turn
         has_decoded = fits and memory is not None and number != 0 and memory.number == number
+        holds = memory.holds if memory is not None and has_decoded else ""
         if memory is None or not fits:
             memory = None  # freed before as much is allocated
-            made = {name: run.empty(shape, "bfloat16", True) for name, shape in shapes.items()}
+            made = _buffers(run, shapes, in_turn)
         else:
             made = dict(memory.buffers)
-    memory = _Memory(number or next(_numbers), shapes, made)
+    memory = _Memory(number or next(_numbers), shapes, made, in_turn)
     launches, end = [], 0
     for name in weights:
         start, end = end, end + len(parts[name])
         addresses = [*look.pointers[start:end], *(0,) * (len(decode.PARTS) - len(parts[name]))]
-        launches.append((record.plan[name], addresses, made[name].ptr))
+        launches.append((name, record.plan[name], addresses, made[name].ptr))
     arrays = {name: buffer.array for name, buffer in made.items()}
-    to_do = () if has_decoded else tuple(launches)
-    return Decoded(arrays, memory.number, None if capturing else place, memory, to_do, tuple(look.given))
+    to_do = () if has_decoded and not in_turn else tuple(launches)
+    return Decoded(arrays, memory.number, None if capturing else place, memory, to_do, tuple(look.given), holds)
+
+
+def _is_in_turn(function: str, arguments: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether these weights are decoded to one place. Raises ValueError where the larger one does not fit.
+
+    arguments: what messages call the weights.
+    """
+    if _limit is None:
+        return False
+    sizes = {name: math.prod(shape) * ITEMSIZE[_DTYPE] for name, shape in shapes.items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    if sizes[largest] > _limit:
+        expected = f"a weight of at most {_limit} bytes in {_DTYPE}, the limit of limit_scratch"
+        raise checks.bad_value(function, arguments[largest], expected, f"{sizes[largest]} bytes")
+    return sum(sizes.values()) > _limit
+
+
+def _buffers(run: Runtime, shapes: Mapping[str, tuple[int, ...]], in_turn: bool) -> dict[str, Buffer]:
+    """Returns new memory for weights (E, K, N), which lie as (E, N, K). in_turn: it is one memory."""
+    if not in_turn:
+        return {name: run.empty(shape, _DTYPE, True) for name, shape in shapes.items()}
+    memory = run.empty((max(map(math.prod, shapes.values())),), _DTYPE)
+    made = {}
+    for name, (E, K, N) in shapes.items():
+        array = reshaped(memory.array[: E * K * N], (E, N, K)).swapaxes(1, 2)
+        made[name] = Buffer(array, memory.ptr)
+    return made

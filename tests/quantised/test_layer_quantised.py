@@ -292,6 +292,106 @@ def test_a_first_call_compiles_no_gradients_of_frozen_weights(packed, biases):
     assert any("wgrad" in name for name in names) == (len(packed) < 2), names
 
 
+@pytest.fixture
+def one_weight_at_a_time():
+    """The limit is one byte less than both weights take in bf16."""
+    mb.limit_scratch(2 * 3 * SIZES["E"] * SIZES["d"] * SIZES["h"] - 1)
+    yield
+    mb.limit_scratch(None)
+
+
+@pytest.mark.usefixtures("one_weight_at_a_time")
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize("options", [*OPTIONS[:5], {"lora": True}, {"needs": ("weights",)}], ids=str)
+def test_weights_in_turn(options, tier):
+    """The bits of the decoded weights. Another layer before backward leaves nothing of what forward decoded."""
+    x, ids, weights, grad_out = inputs_of()
+    ids = some_experts(ids)
+    options, given = with_biases(options, *(SIZES[letter] for letter in "Edh")), frozen("mxfp4")
+    needs = options.pop("needs", ("x", "weights", *(("b1", "b2") if "b1" in options else ())))
+    if options.pop("lora", False):
+        options["lora"], needs = factors(), (*needs, "lora")
+
+    def run(put, w1, w2, other=None):
+        named = {n: v.with_factors(map(put, v.factors)) if n == "lora" else v for n, v in options.items()}
+        named = {n: put(v) if isinstance(v, np.ndarray) else v for n, v in named.items()}
+        out, saved = mb.moe_forward(*map(put, (x, ids, weights)), w1, w2, **named)
+        if other is not None:
+            other.forward(1)
+        grads = mb.moe_backward(put(grad_out), saved, needs=needs)
+        found = {"out": out, **{n: v for n, v in vars(grads).items() if v is not None and n != "lora"}}
+        return found | (dict(zip("abcd", grads.lora.factors, strict=True)) if grads.lora else {})
+
+    with emulated(seed=1, tier=tier) as device:
+        packed = [on_device(device, weight) for weight in given]
+        want = run(device.put, *(device.put(decoded(weight)) for weight in given))
+        device.synchronize()
+        device.launched.clear()
+        allocated = len(device.allocations)
+        got = run(device.put, *packed)
+        device.synchronize()
+        (kept,) = scratch._kept.values()
+        assert len({buffer.ptr for buffer in kept.buffers.values()}) == 1
+        of_w2 = 2 * SIZES["E"] * SIZES["d"] * SIZES["h"]
+        large = [a.nbytes for a in device.allocations[allocated:] if a.nbytes >= of_w2]
+        assert "lora" in options or (len(large) == 1 and large[0] < 2.1 * of_w2)
+        backward_reads_w1 = "x" in needs
+        of_backward = (2 if options.get("save") == "recompute" else 0) + backward_reads_w1
+        assert device.launched.count("decode") == 2 + of_backward
+        with_another = run(device.put, *packed, other=Layers(device))
+        device.synchronize()
+    assert_same(got, want)
+    assert_same(with_another, want)
+
+
+def factors(rank=8):
+    rng, (E, d, h) = np.random.default_rng(4), (SIZES[letter] for letter in "Edh")
+    shapes = (E, rank, d), (E, 2 * h, rank), (E, rank, h), (E, d, rank)
+    return mb.Lora(*((rng.standard_normal(shape) / 8).astype(np.float32) for shape in shapes))
+
+
+@pytest.mark.usefixtures("one_weight_at_a_time")
+def test_weights_in_turn_in_captured_calls_and_in_one_layer_after_another():
+    with emulated() as device:
+        layers = Layers(device)
+        eager = layers.forward(0)
+        device.synchronize()
+        device.capturing = True
+        captured = layers.forward(1)
+        layers.check(1, captured[0], layers.backward(1, captured[1]))
+        device.capturing = False
+        device.launched.clear()
+        grads = layers.backward(0, eager[1])
+        assert layers.decodes() == 1  # w2 is there since forward
+        layers.check(0, eager[0], grads)
+        results_of = [layers.forward(i) for i in (0, 1)]
+        for i in (0, 1):
+            layers.check(i, results_of[i][0], layers.backward(i, results_of[i][1]))
+
+
+def test_limits_of_scratch():
+    needed = 2 * 2 * SIZES["E"] * SIZES["d"] * SIZES["h"]
+    for wrong, error, got in ((0, ValueError, "at least 1, or None, got 0"), ("1", TypeError, "an int, got")):
+        with pytest.raises(error, match=f"^limit_scratch: nbytes: expected {got}"):
+            mb.limit_scratch(wrong)
+    try:
+        with emulated() as device:
+            layers = Layers(device)
+            out, saved = layers.forward(0)
+            mb.limit_scratch(needed - 1)
+            expected = f"a weight of at most {needed - 1} bytes in bfloat16, the limit of limit_scratch, got {needed}"
+            with pytest.raises(ValueError, match=f"^moe_forward: w1: expected {expected} bytes$"):
+                layers.forward(0)
+            with pytest.raises(ValueError, match=f"^moe_backward: saved.w1: expected {expected} bytes$"):
+                layers.backward(0, saved)
+            x, ids, weights, _ = inputs_of()
+            mb.moe_forward(x, ids, weights, *layers.weights[0])  # the CPU has no such memory
+            mb.limit_scratch(None)
+            layers.check(0, out, layers.backward(0, saved))
+    finally:
+        mb.limit_scratch(None)
+
+
 def test_no_tokens():
     with emulated() as device:
         layers = Layers(device)

@@ -261,3 +261,38 @@ def test_floats_are_not_loaded_into_packed_experts():
     own.load_state_dict(plain.state_dict())
     x = torch.randn(5, 64)
     assert torch.equal(own["mlp"](x), plain["mlp"](x)) and own["mlp"](x).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_weights_in_turn_on_the_gpu(save):
+    """The bits of decoded weights, twice, with another layer's decoding between forward and backward."""
+    E, d, h, L = 8, 512, 256, 700
+    rng = torch.Generator("cuda").manual_seed(2)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=rng, device="cuda", dtype=torch.bfloat16)
+
+    x, grad_out = normal(L, d).requires_grad_(), normal(L, d)
+    ids = torch.stack([torch.randperm(E, generator=rng, device="cuda")[:2] for _ in range(L)]).int()
+    weights = normal(L, 2).float().abs().requires_grad_()
+    given = normal(E, d, 2 * h) / d**0.5, normal(E, h, d) / h**0.5
+    packed, other = mb.quantize_experts(*given, "mxfp4"), mb.quantize_experts(*given, "int8")
+
+    def run(w1, w2):
+        out = moe(x, ids, weights, w1, w2, save=save)
+        with torch.no_grad():
+            moe(x, ids, weights, *other)
+        return out, *torch.autograd.grad(out, [x, weights], grad_out)
+
+    want = run(*(mb.dequantize(weight).transpose(1, 2) for weight in packed))
+    try:
+        for limit in (None, 2 * E * 3 * d * h - 1, 2 * E * 2 * d * h):
+            mb.limit_scratch(limit)
+            for _ in range(2):
+                assert all(map(torch.equal, run(*packed), want)), limit
+        mb.limit_scratch(2 * E * 2 * d * h - 1)
+        with pytest.raises(ValueError, match=r"^moe: w1: expected a weight of at most"):
+            run(*packed)
+    finally:
+        mb.limit_scratch(None)
