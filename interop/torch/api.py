@@ -223,6 +223,7 @@ def _moe_without_operators(layer: LayerArrays, options: LayerOptions, call: _Cal
         options = LayerOptions(options.activation, None, *options[2:])
         extras = LayerExtras(fp8_weights=call.fp8_weights, lora=lora and lora.with_factors(factors))
         out = forward(frozen.joined(plain, parts), options, extras, "moe")[0]
+        torch_ops.count_beside_operators(frozen.joined(plain, parts), ids.numel(), extras.lora)
         return torch_autograd.in_shape(out, call.shape)
     if options.save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")

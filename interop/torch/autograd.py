@@ -21,6 +21,7 @@ from moeblaze_cupy.interop.torch.operators import (
     Layer,
     Options,
     Sums,
+    count_beside_operators,
     moe_bwd,
     moe_bwd_,
     moe_bwd_acc,
@@ -426,6 +427,8 @@ class EagerMoE(torch.autograd.Function):
             arrays = ctx.frozen.joined(arrays, parts)
         out, saved = layer.forward(arrays, options, extras, "moe")
         assert saved is not None
+        if ctx.frozen is not None:
+            count_beside_operators(arrays, saved.index.num_slots, saved.lora)
         (lists, _), index = saved.index.split()  # without ids, which no backward reads: they may change meanwhile
         kept = saved.fp8_weights if keep_fp8_weights else fp8_weights
         weights = tensors[3:6]
@@ -483,6 +486,8 @@ class EagerMoE(torch.autograd.Function):
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
         if lora is not None and any(needed[-len(FACTORS) :]):
             needs = (*needs, "lora")
+        if ctx.frozen is not None:
+            count_beside_operators(arrays, index.num_slots, lora, options.save, needs)
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
         summed = () if ctx.owners is None else ctx.owners.ready(needs)
         try:

@@ -36,6 +36,7 @@ from moeblaze_cupy.types import (
     Gradients,
     LayerArrays,
     LayerOptions,
+    Lora,
     SavedForBackward,
     gate_and_up,
     is_gated,
@@ -405,6 +406,8 @@ define(
     _fake_quantize_weights,
 )
 quantize_weights = torch.ops.moeblaze.quantize_weights.default
+define("count_flops", ["Tensor like, SymInt flops"], "()", *[lambda like, flops: None] * 2)  # for dispatch modes
+count_flops = torch.ops.moeblaze.count_flops.default
 
 
 def _product_flops(slots_shape: Sequence[int], tensors: Mapping[str, Any]) -> tuple[int, int]:
@@ -423,18 +426,51 @@ def _forward_flops(*arguments: Any, out_val: Any = None) -> int:
     return sum(_product_flops(layer.ids.shape, layer._asdict()))
 
 
+_NEEDS_DOWN_BWD = {"x", "weights", "w1", "b1"}
+
+
+def _flops_of_backward(first: int, second: int, save: str | None, needs: Sequence[str], down_bwd: bool) -> int:
+    """first, second: of `_product_flops`. down_bwd: whether the gradient of act(a) * b is computed."""
+    flops = first * sum(name in needs for name in ("x", "w1")) + second * ("w2" in needs)
+    return flops + first * (save == "recompute" and bool(needs)) + second * down_bwd
+
+
 def _backward_flops(accumulates: bool) -> Callable[..., int]:
     def count(*arguments: Any, out_val: Any = None) -> int:
         call = _BackwardCall.of(arguments, accumulates)
-        first, second = _product_flops(_slots_shape(call.read, call.grad_out), call.read)
-        flops = first * sum(name in call.needs for name in ("x", "w1")) + second * ("w2" in call.needs)
-        flops += first * (call.save == "recompute" and bool(call.needs))
-        return flops + second * (not {"x", "weights", "w1", "b1"}.isdisjoint(call.needs))
+        products = _product_flops(_slots_shape(call.read, call.grad_out), call.read)
+        return _flops_of_backward(*products, call.save, call.needs, not _NEEDS_DOWN_BWD.isdisjoint(call.needs))
 
     return count
 
 
+def count_beside_operators(
+    layer: LayerArrays, slots: int, lora: Lora | None, save: str | None = None, needs: Sequence[str] | None = None
+) -> None:
+    """Tells `FlopCounterMode` of a call with factors or packed weights, which is no operator.
+
+    needs: of a backward; None for a forward.
+    """
+    if not private.number_of_dispatch_modes():
+        return
+    first, second = _product_flops((slots,), {"w2": layer.w2, "gate": layer.w1_gate, "up": layer.w1_up})
+    pairs = () if lora is None else ((lora.a1, lora.b1), (lora.a2, lora.b2))
+    # Of each pair: x a^T, then (x a^T) b^T.
+    low = [(0, 0) if a is None else (2 * slots * a.shape[-2] * a.shape[-1], 2 * slots * b[0].numel()) for a, b in pairs]
+    if needs is None:
+        flops = first + second + sum(map(sum, low))
+    else:
+        trains = "lora" in needs
+        down_bwd = not _NEEDS_DOWN_BWD.isdisjoint(needs) or (trains and low[0] != (0, 0))
+        flops = _flops_of_backward(first, second, save, needs, down_bwd)
+        for (to_ranks, from_ranks), passes in zip(low, ("x" in needs, down_bwd), strict=False):
+            flops += (to_ranks + from_ranks) * trains + from_ranks * (trains or passes) + to_ranks * passes
+        flops += sum(low[0]) if low and save == "recompute" else 0
+    count_flops(layer.x, flops)
+
+
 _packets = torch.ops.moeblaze
+register_flop_formula(_packets.count_flops, get_raw=True)(lambda like, flops, out_val=None: flops)
 register_flop_formula([_packets.moe_fwd, _packets.moe_infer], get_raw=True)(_forward_flops)
 register_flop_formula([_packets.moe_bwd, _packets.moe_bwd_], get_raw=True)(_backward_flops(False))
 register_flop_formula([_packets.moe_bwd_acc, _packets.moe_bwd_acc_], get_raw=True)(_backward_flops(True))

@@ -400,3 +400,52 @@ def test_flops_of_sums_are_those_of_gradients():
             moe(x, ids, weights, w1, w2, accumulate_into_main_grad=accumulates).sum().backward()
         found.append(counter.get_total_flops())
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+@pytest.mark.parametrize("needs", [("x", "weights", "lora"), ("lora",), ("x",), ()], ids=str)
+@pytest.mark.parametrize(("ranks", "packed"), [((3, 5), True), ((None, 5), False), ((3, None), False), (None, True)])
+def test_flops_of_factors_and_packed_experts(ranks, packed, needs, save):
+    """Those of torch's products on the decoded weights, with x a^T and (x a^T) b^T apart."""
+    L, k, E, d, h = 40, 2, 4, 64, 32
+    x, weights = torch.randn(L, d), torch.rand(L, k)
+    ids = torch.randint(E, (L, k), generator=torch.Generator().manual_seed(1))
+    w1, w2 = torch.randn(E, d, 2 * h), torch.randn(E, h, d)
+    given = mb.quantize_experts(w1, w2, "nf4") if packed else (w1, w2)
+    factors = []
+    for rank, (inner, outer) in zip(ranks or (), ((d, 2 * h), (h, d)), strict=False):
+        factors += [None, None] if rank is None else [torch.randn(E, rank, inner), torch.randn(E, outer, rank)]
+    lora = mb.Lora(*factors) if ranks else None
+    x.requires_grad_("x" in needs)
+    weights.requires_grad_("weights" in needs)
+    for factor in factors:
+        if factor is not None:
+            factor.requires_grad_("lora" in needs)
+
+    def product(rows, weight, number, expert):
+        found = rows @ weight[expert]
+        a, b = factors[2 * number : 2 * number + 2] if ranks else (None, None)
+        return found if a is None else found + (rows @ a[expert].T) @ b[expert].T
+
+    def by_experts():
+        out = torch.zeros(L, d)
+        for e in range(E):
+            tokens, slots = (ids == e).nonzero(as_tuple=True)
+            first = product(x[tokens], w1, 0, e)
+            y = torch.nn.functional.silu(first[:, :h]) * first[:, h:]
+            out = out.index_add(0, tokens, product(y * weights[tokens, slots, None], w2, 1, e))
+        return out
+
+    def counted(layer):
+        with FlopCounterMode(display=False) as counter:
+            out = layer()
+            if out.requires_grad:
+                out.sum().backward()
+        return counter.get_total_flops()
+
+    again = 0
+    trains = x.requires_grad or weights.requires_grad or any(f is not None and f.requires_grad for f in factors)
+    if save == "recompute" and trains:
+        again = 2 * L * k * (d * 2 * h + (ranks[0] * (d + 2 * h) if ranks and ranks[0] else 0))
+    got = counted(lambda: moe(x, ids, weights, *given, lora=lora, save=save))
+    assert got == counted(by_experts) + again > 0
