@@ -103,6 +103,7 @@ CASES = {
     "tests/tools/test_cli.py::test_no_command_prints_the_help": (ALL, 0),
     "tests/tools/test_memory.py": (ALL, 6),
     "tests/torch/test_balancing_torch.py::test_losses_compile_to_one_graph": (ALL, 0),
+    "tests/torch/test_balancing_torch.py::test_one_graph_is_refused_with_the_reason": (ALL, 0),
     "tests/torch/test_compile_torch.py": (1, 0),
     "tests/torch/test_compile_torch.py::test_inductor_overwrites_what_was_saved_without_a_copy": (0, 0),
     "tests/torch/test_compile_torch.py::test_two_backwards_of_compiled_code": (0, 0),
