@@ -42,6 +42,7 @@ CASES = {
     "tests/layer/test_slots.py::test_against_transformers": (1, 0),
     "tests/lora/test_device_lora.py": (2, 0),
     "tests/megatron/test_megatron.py": (ALL, 0),
+    "tests/megatron/test_megatron.py::test_run_reaches_specs_that_megatron_makes_while_it_is_imported": (0, 0),
     "tests/megatron/test_megatron.py::test_two_ranks": (0, 0),
     "tests/parallel/test_exchange.py": (ALL, 0),
     "tests/parallel/test_rank_processes.py::test_a_case_fails_alone": (ALL, 0),

@@ -17,7 +17,7 @@ def write_indexed(experts: Any, state_dict: dict[str, Any], prefix: str, _: Any)
     for name in LINEARS:
         weight = state_dict.pop(f"{prefix}{name}.weight")
         if isinstance(weight, DTensor):
-            expected = "parameters of plain tensors, as checkpoints of Megatron-FSDP want a parameter per expert"
+            expected = "parameters of plain tensors, as checkpoints of Megatron-FSDP want one per expert"
             raise TypeError(f"MoeblazeGroupedMLP.state_dict: {name}.weight: expected {expected}, got a DTensor")
         state_dict.update({f"{prefix}{name}.weight{i}": of_expert for i, of_expert in enumerate(weight)})
 

@@ -21,6 +21,7 @@ REFUSED = (  # options that change what experts compute, or where their tensors 
     "use_kitchen",
     "init_model_with_meta_device",
 )
+SHARDED = {"use_megatron_fsdp": "Megatron-FSDP", "use_torch_fsdp2": "FSDP2"}  # by argument of Megatron-LM's programs
 OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}  # modules of Transformer Engine's experts
 GATED = {F.silu: "swiglu", F.gelu: "geglu", F.relu: "reglu"}
 PLAIN = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", squared_relu: "relu2"}
@@ -54,13 +55,14 @@ def refusal(config: Any, pg_collection: Any) -> str | None:
     optimizer = str(getattr(arguments, "optimizer", ""))
     if "muon" in optimizer:  # it would leave parameters of three dimensions to another optimizer
         return f"the optimizer {optimizer!r}, which wants a parameter per expert"
-    if getattr(arguments, "use_megatron_fsdp", False):
-        return "Megatron-FSDP, whose checkpoints want a parameter per expert"
+    for name, sharding in SHARDED.items():
+        if getattr(arguments, name, False):
+            return f"{sharding}, whose checkpoints want a parameter per expert"
     if config.transformer_impl == "inference_optimized":
         return "transformer_impl='inference_optimized'"
     if config.fine_grained_activation_offloading and OFFLOADED & set(config.offload_modules):
         return f"offload_modules={config.offload_modules!r}"
-    if (sharding := getattr(pg_collection, "expt_gtp_remat", None)) is not None and get_pg_size(sharding) > 1:
+    if (group := getattr(pg_collection, "expt_gtp_remat", None)) is not None and get_pg_size(group) > 1:
         return "experts whose weights are gathered for each product"
     if activation_of(config) is None:
         limits = f"clamp {config.activation_func_clamp_value}, offset {config.glu_linear_offset}"

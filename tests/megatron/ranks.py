@@ -4,6 +4,7 @@ Every case compares the layer in Megatron's own model parts with Megatron's Sequ
 computes by torch's products, one expert after the other.
 """
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -19,6 +20,8 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from moeblaze_cupy.interop import megatron
+from moeblaze_cupy.interop.megatron import layer as layer_by_index
 from moeblaze_cupy.interop.megatron.experts import MoeblazeGroupedMLP
 from moeblaze_cupy.interop.megatron.layer import MoeblazeMoELayer
 from tests.megatron.simulated import replace_cuda
@@ -72,17 +76,23 @@ def config_of(mesh=(1, 1, 1), **options):
     return TransformerConfig(**base | options)
 
 
+@contextlib.contextmanager
+def specs_of_megatron():
+    """Specs name Megatron's experts."""
+    present = LocalSpecProvider.grouped_mlp_modules
+    LocalSpecProvider.grouped_mlp_modules = present.of_megatron
+    try:
+        yield
+    finally:
+        LocalSpecProvider.grouped_mlp_modules = present
+
+
 def layer_of(config, own=False, seed=0, whole=False):
     """A Megatron layer with the layer's experts, or with Megatron's own. whole: by index."""
     torch.manual_seed(seed)
-    present = LocalSpecProvider.grouped_mlp_modules
-    try:
-        if own:
-            LocalSpecProvider.grouped_mlp_modules = present.of_megatron
+    with specs_of_megatron() if own else contextlib.nullcontext():
         spec = get_moe_module_spec(use_te=False, num_experts=E)
-        layer = (functools.partial(MoeblazeMoELayer, **spec.keywords) if whole else spec)(config=config)
-    finally:
-        LocalSpecProvider.grouped_mlp_modules = present
+    layer = (functools.partial(MoeblazeMoELayer, **spec.keywords) if whole else spec)(config=config)
     layer.set_layer_number(1)
     assert type(layer.experts) is (SequentialMLP if own else MoeblazeGroupedMLP)
     return layer
@@ -265,6 +275,26 @@ def run_experts(experts, x, counts, probs, grad_out, rows):
     return {"out": out.detach()[:rows], "dx": x.grad[:rows], "dprobs": probs.grad[:rows]}
 
 
+def whole_model(rank, mesh):
+    """A GPTModel that Megatron makes of its own spec: loss and the gradient of every parameter."""
+    config, found = config_of(mesh, hidden_dropout=0.0, attention_dropout=0.0), {}
+    tokens = torch.arange(24).reshape(2, 12) % 7
+    state = None
+    for name in ("own", "ours"):
+        with specs_of_megatron() if name == "own" else contextlib.nullcontext():
+            model = GPTModel(config, get_gpt_layer_local_spec(num_experts=E), vocab_size=8, max_sequence_length=12)
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        mask = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
+        loss = model(tokens, torch.arange(12).expand(2, 12), mask, labels=tokens)
+        loss.mean().backward()
+        (layer,) = model.decoder.layers
+        assert isinstance(layer.mlp.experts, SequentialMLP if name == "own" else MoeblazeGroupedMLP)
+        found[name] = {"loss": loss.detach()} | gradients(layer.mlp)
+        found[name] |= {n: p.grad for n, p in model.named_parameters() if "experts" not in n}
+    compare(found["ours"], found["own"])
+
+
 def garbage_rows(rank, mesh, dtype):
     """Rows behind the sum of the counts hold NaN; the gradients that come for them do too."""
     layers, counts = pair_of(config_of(mesh)), torch.tensor([3, 0, 5, 1])
@@ -382,6 +412,7 @@ def cases_of(size):
         add("by index, padded", by_index, {"options": padded, "refused": "moe_pad_expert_input_to_capacity=True"})
         add("by index, refused", not_by_index)
         add("two pending", two_pending)
+        add("whole model", whole_model)
         add("state dicts", state_dicts)
     return cases
 
@@ -395,22 +426,26 @@ def main():
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # Megatron compiles activations
     tempfile.tempdir = folder
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     replace_cuda(setattr)
     megatron.install()
+    present = []  # the mesh of the groups that there are
 
     def run_case(name):
         mesh = MESHES[size][name.split(", ")[0]]
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=mesh[0],
-            expert_model_parallel_size=mesh[1],
-            expert_tensor_parallel_size=mesh[2],
-        )
-        try:
-            CASES[size][name](rank)
-        finally:
-            parallel_state.destroy_model_parallel()
+        if mesh not in present:  # the threads of groups that are left take all cores
+            if present:
+                parallel_state.destroy_model_parallel()
+                dist.destroy_process_group()
+                layer_by_index._expert_group.cache_clear()
+            store = dist.FileStore(f"{folder}/store{mesh}", size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=mesh[0],
+                expert_model_parallel_size=mesh[1],
+                expert_tensor_parallel_size=mesh[2],
+            )
+            present[:] = [mesh]
+        CASES[size][name](rank)
 
     answer(run_case, connection)
 

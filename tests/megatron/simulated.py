@@ -31,6 +31,7 @@ def to_host(tensor, as_numpy=False, record_stream=False):
 
 def replace_cuda(replace):
     """replace: called with an object, the name of an attribute, and what it becomes, as monkeypatch.setattr is."""
+    from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -49,5 +50,5 @@ def replace_cuda(replace):
     replace(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
     for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
         replace(random, name, lambda *_, **__: None)
-    for module in (random, layers, experts):
+    for module in (tensor_parallel, random, layers, experts):
         replace(module, "get_cuda_rng_tracker", Nothing)

@@ -83,7 +83,11 @@ def test_a_refused_option_leaves_megatrons_experts(caplog, options, reason):
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [({"optimizer": "dist_muon"}, "the optimizer 'dist_muon', which"), ({"use_megatron_fsdp": True}, "Megatron-FSDP")],
+    [
+        ({"optimizer": "dist_muon"}, "the optimizer 'dist_muon', which"),
+        ({"use_megatron_fsdp": True}, "Megatron-FSDP, whose"),
+        ({"use_torch_fsdp2": True}, "FSDP2, whose"),
+    ],
 )
 def test_what_the_arguments_of_a_run_name_is_refused(monkeypatch, arguments, reason):
     told = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(**arguments))
