@@ -7,7 +7,7 @@ import torch
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop.transformers.formula import name_of
-from moeblaze_cupy.interop.transformers.routing import routed_model
+from moeblaze_cupy.interop.transformers.routing import Chooser, routed_model
 
 Tensor = torch.Tensor
 
@@ -59,7 +59,7 @@ class Monitor:
                 got = f"{chooser.name} of {name_of(type(chooser.module))}"
                 raise checks.bad_value("monitor", "model", "routers that return logits and ids", got)
         self.layers = tuple(chooser.name for chooser in choosers)
-        self._sums = [self._zeros(chooser.module) for chooser in choosers]  # (3 + E,) each
+        self._sums = [self._zeros(chooser) for chooser in choosers]  # (3 + E,) each
         self._is_counting = False
         self._mask: Tensor | None = None  # (B, T), 0 for padding
         self._hooks = [
@@ -69,9 +69,12 @@ class Monitor:
         ]
 
     @staticmethod
-    def _zeros(router: torch.nn.Module) -> Tensor:
-        weight = [parameter for parameter in router.parameters() if parameter.dim() == 2][-1]  # its rows are experts
-        return torch.zeros(3 + weight.shape[0], dtype=torch.float64, device=weight.device)  # exact for integers
+    def _zeros(chooser: Chooser) -> Tensor:
+        parameters = list(chooser.module.parameters())
+        rows = [len(parameter) for parameter in parameters if parameter.dim() == 2]  # of a weight: experts
+        number = rows[-1] if rows else chooser.num_experts  # DeepSpeed and FSDP1 leave weights without a shape
+        device = parameters[-1].device if parameters else None
+        return torch.zeros(3 + number, dtype=torch.float64, device=device)  # exact for integers
 
     def close(self) -> None:
         """Removes the hooks from the model."""

@@ -24,6 +24,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 UNSET = -1  # ids of tokens for which nothing was computed
 
+# Options of generate, and the values with which each call computes the next tokens of the sequences that it returns.
+_OF_GENERATE = {
+    "num_beams": 1,
+    "prompt_lookup_num_tokens": None,
+    "assistant_model": None,
+    "use_cache": True,
+    "guidance_scale": None,
+}
+
 _NO_CHOICE = {"DeepseekV4HashRouter"}  # its ids follow from the tokens
 _REFUSED = {"PhimoeTopKRouter": "it has no top-k and draws its experts at random in training"}
 _TOP_K = (torch.topk, torch.Tensor.topk)
@@ -132,7 +141,8 @@ class _Layer:
         earlier = vars(chooser.module).get(chooser.method)
         self.earlier = None if getattr(earlier, "__func__", None) is _choose else earlier
         self.was_replayed = False  # by a forward that may have a backward
-        self.counts: Any = None  # (2,) int64: rows that would choose otherwise, rows without ids
+        self.rows = 0  # that a replay had ids or UNSET for
+        self.counts: Any = None  # (2,) int64: those that would choose otherwise, those without ids
         setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
         chooser.module.moeblaze_routing = self
 
@@ -147,9 +157,18 @@ class _Layer:
                 setattr(module, method, self.earlier)
         del module.moeblaze_routing
 
+    def own(self, module: Any) -> Callable[..., Any]:
+        """Returns the method of the chooser, or of a copy of it, that `_choose` stands in for."""
+        found: Callable[..., Any] = getattr(type(module), self.chooser.method).__get__(module)
+        return found if self.earlier is None else self.earlier
+
     @_outside_graphs
-    def within(self, call: _Call, own: Callable[..., Any], args: Any, named: Any) -> Any:
-        """Calls the router's own code, which ends a graph of compiled code."""
+    def within(self, call: _Call, args: Any, named: Any) -> Any:
+        """Calls the router's own code, which ends a graph of compiled code.
+
+        It looks for this code itself: compiled code would hand on a bound method by its name, which is `_choose`.
+        """
+        own = self.own(self.chooser.module)
         device = next(value for value in (*args, *named.values()) if isinstance(value, Tensor)).device
         ids = None if call.ids is None else call.ids[self.number].to(device)
         with _TopK(self.chooser, ids, call.largest) as seen:
@@ -169,7 +188,8 @@ class _Layer:
         return out
 
     def count(self, own: Tensor, ids: Tensor) -> None:
-        """Counts rows on the device."""
+        """Counts rows, the values on the device."""
+        self.rows += len(ids)
         unset = ids[:, 0] < 0
         differs = ~((own[:, :, None] == ids[:, None, :]).any(2).all(1) | unset)
         counts = torch.stack([differs, unset]).sum(1)
@@ -178,18 +198,16 @@ class _Layer:
 
 def _choose(self: Any, *args: Any, **named: Any) -> Any:
     layer: _Layer = self.moeblaze_routing
-    own = layer.earlier if layer.earlier is not None else getattr(type(self), layer.chooser.method).__get__(self)
-    if layer.chooser.module is not self:
-        return own(*args, **named)
-    call = layer.routing.call
+    call = layer.routing.call if layer.chooser.module is self else None
     if call is not None:
-        return layer.within(call, own, args, named)
-    if layer.was_replayed and not torch.compiler.is_compiling() and private.in_backward():
+        return layer.within(call, args, named)
+    is_watched = layer.was_replayed and layer.chooser.module is self
+    if is_watched and not torch.compiler.is_compiling() and private.in_backward():
         raise RuntimeError(
             "Routing: backward computes a layer again that was replayed, by a checkpointing that is not known. "
             "Expected gradient_checkpointing_enable() of transformers or checkpoint_wrapper of torch"
         )
-    return own(*args, **named)
+    return layer.own(self)(*args, **named)
 
 
 _choose.__name__ = "forward"  # the name that unpickling looks up: it finds the class's own
@@ -235,7 +253,7 @@ class Routing:
         self.call: _Call | None = None
         self._record: Record | None = None
         self._ids: Tensor | None = None  # (N, T, layers, k)
-        self._next_row = self._largest = self._slots = 0
+        self._next_row = self._largest = 0
         self._is_active = False
         self._layers = [_Layer(self, number, chooser) for number, chooser in enumerate(choosers)]
         self._restore: list[tuple[Any, str, Any]] = []
@@ -264,8 +282,8 @@ class Routing:
     def record(self) -> Iterator[Record]:
         """Records the calls of the model within the context, on the device and without waiting for it.
 
-        Raises RuntimeError within another `record`. `generate` raises ValueError for beams and for assisted decoding,
-        whose calls are of other sequences than those that it returns.
+        Raises RuntimeError within another `record`. `generate` raises ValueError for beams, assisted decoding, guidance
+        and use_cache=False, whose calls are of other sequences than those that it returns.
         """
         if self._record is not None:
             raise RuntimeError("Routing.record: expected one at a time, got one within another")
@@ -282,7 +300,7 @@ class Routing:
 
     def _generate(self, *args: Any, **named: Any) -> Any:
         config = named.get("generation_config") or self._outer.generation_config
-        for name, plain in (("num_beams", 1), ("prompt_lookup_num_tokens", None), ("assistant_model", None)):
+        for name, plain in _OF_GENERATE.items():
             value = named.get(name, getattr(config, name, plain))
             if value is not None and value != plain:
                 raise checks.bad_value("Routing.record", name, f"{plain} in generate", f"{value!s:.40}")
@@ -298,7 +316,7 @@ class Routing:
         validate: whether to look at the values, which waits for a GPU that holds them. None means: if on the CPU.
         Raises TypeError or ValueError for ids of another dtype or shape than the model and its calls need, for an
         expert twice for one token, ids out of range and tokens with some ids, and for calls that take more or fewer
-        than N rows. RuntimeError within another `replay`.
+        than N rows. RuntimeError within another `replay`, and if no router took ids.
         """
         if self._ids is not None:
             raise RuntimeError("Routing.replay: expected one at a time, got one within another")
@@ -312,13 +330,20 @@ class Routing:
         ids = ids if ids.dtype in (torch.int64, torch.int16) else ids.int()
         self._largest = _validated(ids) if (not ids.is_cuda if validate is None else validate) else UNSET
         self._ids, self._next_row, self._is_active = ids, 0, True
+        before = self._rows_seen()
         try:
             yield
             if self._next_row != len(ids):
                 expected = f"calls of the model with {len(ids)} sequences in all, as ids has rows"
                 raise checks.bad_value("Routing.replay", "model", expected, str(self._next_row))
+            if len(ids) and self._rows_seen() == before:
+                expected = "routers that take ids, got none. Has the model been changed after Routing?"
+                raise RuntimeError(f"Routing.replay: expected {expected}")
         finally:
             self._ids, self._is_active = None, self._record is not None
+
+    def _rows_seen(self) -> int:
+        return sum(layer.rows for layer in self._layers)
 
     def counts(self) -> dict[str, int]:
         """Returns numbers of tokens, summed over layers and replays, and waits for the device.
@@ -328,7 +353,7 @@ class Routing:
         """
         seen = [layer.counts.cpu() for layer in self._layers if layer.counts is not None]
         differ, unset = torch.stack(seen).sum(0).tolist() if seen else (0, 0)
-        return {"forced": self._slots - unset, "differ": differ, "unset": unset}
+        return {"forced": self._rows_seen() - unset, "differ": differ, "unset": unset}
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
         if self._is_active and model is self._model:
@@ -344,7 +369,6 @@ class Routing:
             is_packed = shape[0] == 1 and named.get("position_ids") is not None
             ids = self._rows(self._ids[self._next_row : self._next_row + shape[0]], shape, is_packed)
             self._next_row += shape[0]
-            self._slots += shape[0] * shape[1] * len(self.layers)
             ids = ids.to(tokens.device, torch.int64, non_blocking=True)
             ids = ids.permute(2, 0, 1, 3).flatten(1, 2).contiguous()
         self.call = _Call(shape, ids, self._largest, [None] * len(self.layers) if self._record is not None else None)

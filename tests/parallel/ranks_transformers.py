@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from moeblaze_cupy.interop.parallel import ExpertGroup, collectives
-from moeblaze_cupy.interop.transformers import pack_experts, patch, register
+from moeblaze_cupy.interop.transformers import Routing, monitor, pack_experts, patch, register
 from moeblaze_cupy.interop.transformers import parallel as transformers_parallel
 from moeblaze_cupy.interop.transformers.parallel import parallelize_experts
 from tests.parallel.ranks_common import expect, rounded
@@ -631,3 +631,42 @@ def adapters_beside_experts_that_are_sharded(rank, size, group):
             if name in wanted:
                 grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
                 assert difference(grad, wanted[name]) <= BOUND, (how, name)
+
+
+@case
+def replays_and_loads_of_different_tokens(rank, size, group):
+    """Under DDP and FSDP2 each rank replays ids of its own tokens; loads of all ranks are those of one process."""
+    tokens = [tokens_of(each, 9 + each) for each in range(size)]  # ranks have different numbers of tokens
+    reference = model_of("Qwen3Moe", "eager").train()
+    routing, watched = Routing(reference), monitor(reference)
+    with routing.record() as record, torch.no_grad():
+        for each in tokens:
+            reference(input_ids=each)
+    ids = [of_rank.roll(1, 1) for of_rank in record.calls]
+    for of_rank, each in zip(ids, tokens, strict=True):
+        with routing.replay(of_rank):
+            (loss_of(reference, each)[0] / size).backward()
+    wanted, counts = watched.read(), routing.counts()
+    assert counts["differ"] > 0 and wanted.tokens.tolist() == [sum(map(torch.numel, tokens))] * 2
+    for kind in ("DDP", "FSDP2"):
+        model = model_of("Qwen3Moe").train()
+        if kind == "DDP":
+            wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        else:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            wrapped = fully_shard([fully_shard(layer, mesh=mesh) for layer in model.model.layers] and model, mesh=mesh)
+        with Routing(wrapped) as routing:
+            loads = monitor(wrapped)
+            with routing.replay(ids[rank]):
+                loss_of(wrapped, tokens[rank])[0].backward()
+            forced = torch.tensor([routing.counts()["forced"], routing.counts()["differ"]])
+        assert_gradients(model, reference)
+        dist.all_reduce(forced, group=group)
+        assert forced.tolist() == [counts["forced"], counts["differ"]], kind
+        own = loads.read(reset=False)
+        got = loads.read(group=group)
+        assert own.tokens.tolist() == [tokens[rank].numel()] * 2 and not torch.equal(own.counts, got.counts)
+        assert torch.equal(got.counts, wanted.counts) and torch.equal(got.tokens, wanted.tokens), kind
+        for name in ("entropy", "max_logit"):  # logits are float32
+            torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=1e-5, atol=0)
+        assert not loads.read(group=group).tokens.any()

@@ -79,6 +79,19 @@ def test_tokens_of_each_expert(kind):
     assert not seen.read().counts.any()
 
 
+def test_routers_whose_weights_have_no_shape_yet():
+    """DeepSpeed's ZeRO-3 and FSDP1 leave parameters empty outside of forward."""
+    model = made()
+    wanted, weights = expected(model, "Qwen3Moe"), {}
+    for number, layer in enumerate(model.model.layers):
+        weights[number], layer.mlp.gate.weight.data = layer.mlp.gate.weight.data, torch.empty(0)
+    seen = monitor(model)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.weight.data = weights[number]
+    step(model, attention_mask=MASK)
+    check(seen.read(), wanted)
+
+
 def test_summary():
     model = made()
     counts, entropies, largest = expected(model, "Qwen3Moe")

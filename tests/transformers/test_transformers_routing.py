@@ -269,7 +269,8 @@ def test_what_generate_records():
         sequences = [record.ids[0, 2:], record.ids[1]]
         assert torch.equal(align(sequences, whole)[:, :10][whole[:, :10] > 0], record.ids[whole[:, :10] > 0])
         assert (align(sequences, whole)[0, :2] == UNSET).all() and (align(sequences, whole)[:, 10] == UNSET).all()
-        for name, value in (("num_beams", 2), ("prompt_lookup_num_tokens", 2)):
+        others = {"num_beams": 2, "prompt_lookup_num_tokens": 2, "use_cache": False, "guidance_scale": 1.5}
+        for name, value in others.items():
             with pytest.raises(ValueError, match=f"record: {name}: expected"), routes.record():
                 model.generate(prompt, max_new_tokens=2, **{name: value})
     assert "generate" not in vars(model)
@@ -344,6 +345,16 @@ def test_ids_that_do_not_fit_raise(change, error, message):
         with pytest.raises(error, match=message), routes.replay(change(ids)):
             model(TOKENS)
         with routes.replay(ids):  # the error has left nothing behind
+            model(TOKENS)
+
+
+def test_a_model_that_changes_after_routing_raises():
+    model = made()
+    with Routing(model) as routes:
+        ids = routes_of(model, routes)
+        for layer in model.model.layers:
+            del layer.mlp.gate.forward
+        with pytest.raises(RuntimeError, match="replay: expected routers that take ids, got none"), routes.replay(ids):
             model(TOKENS)
 
 
@@ -442,7 +453,11 @@ def test_compiled_models(backend):
             check(run(), wanted)
         with routes.replay(record.ids):
             check(run(), wanted)
-        assert routes.counts()["differ"] == 0
+        ids = record.ids.clone()
+        ids[0, :4] = UNSET
+        with routes.replay(ids):
+            check(run(), wanted)
+        assert routes.counts() == {"forced": 54 + 42, "differ": 0, "unset": 12}
         with routes.replay(shifted(record.ids)):
             others = step(model)
         with routes.replay(shifted(record.ids)):
