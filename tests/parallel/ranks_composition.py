@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moeblaze_cupy.interop.parallel import ExpertGroup, clip_grad_norm_, exchange, expert_parallel_moe
 from moeblaze_cupy.interop.torch import moe, route
-from tests.parallel.ranks_common import D, E, H, Inputs, K, case, compare, counts_of, difference, expect
+from tests.parallel.ranks_common import D, E, H, Inputs, K, case, compare, counts_of, difference, expect, gpu_case
+from tests.parallel.ranks_gpus import on_gpu
 from tests.torch_versions import LEAVES_DTENSORS_WITHOUT_GRADIENTS, NO_SUMS_OF_SHARDING, needs_none
 
 
@@ -486,8 +487,17 @@ def rows_by_another_engine(rank, size, group):
 
 @case
 def tensors_that_collectives_still_fill(rank, size, group):
+    compare_with_unfilled(Inputs(0, counts_of(size, "equal")), rank, size, group)
+
+
+@gpu_case
+def tensors_that_collectives_still_fill_on_gpus(rank, size, group):
+    compare_with_unfilled(on_gpu(Inputs(0, counts_of(size, "equal")), torch.float32), rank, size, group)
+
+
+def compare_with_unfilled(inputs, rank, size, group):
     """Results of DTensor.redistribute(async_op=True) in place of what they hold, forward and as gradients."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, inputs.x.device.type)
 
     def on_its_way(tensor):
         """tensor by a sum over ranks, to which rank 0 adds it."""
@@ -496,15 +506,15 @@ def tensors_that_collectives_still_fill(rank, size, group):
         assert type(found) is not torch.Tensor
         return found
 
-    inputs = Inputs(0, counts_of(size, "equal"))
     x, weights, ids, w1, w2, grad = inputs.x, inputs.weights, inputs.ids, inputs.w1, inputs.w2, inputs.grad
     own = slice(rank * E // size, (rank + 1) * E // size)
     experts = ExpertGroup(group, E)
-    logits = torch.randn(len(x), E, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = torch.randn(len(x), E, generator=torch.Generator().manual_seed(0)).to(x)
+    ones = torch.ones(K, D).to(x)
     calls = {
         "moe": lambda x, weights, ids: moe(x, ids, weights, w1, w2),
         "expert_parallel_moe": lambda x, weights, ids: expert_parallel_moe(x, ids, weights, w1[own], w2[own], experts),
-        "route": lambda x, weights, ids: route(x[:, :1] + logits, K)[0] @ torch.ones(K, D, dtype=x.dtype) + x,
+        "route": lambda x, weights, ids: route(x[:, :1] + logits, K)[0] @ ones + x,
     }
     for name, call in calls.items():
         results = []
