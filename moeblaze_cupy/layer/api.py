@@ -248,16 +248,12 @@ def forward(
             return _forward_on_cpu(call, layer, options, extras_given)
         to, layouts = extras_given.destination, [array and array.layout for array in described]
         factors = extras_given.lora and extras_given.lora.with_factors(layouts[-len(FACTORS) :])
-        form = layer_arrays(layouts[:_LAYER]), options, call.limits, not fp8_arrays
-        plan: experts.Forward | chunks.ForwardChunks
-        if options.memory_limit is None:
-            plan = experts.configure_forward(*form, to and to.place, factors)
-        else:
-            plan = chunks.configure_forward(function, *form, extras_given.frozen)
+        form = layer_arrays(layouts[:_LAYER]), options, call.limits, not fp8_arrays, to and to.place, factors
+        plan = chunks.configure_forward(function, *form, extras_given.frozen)
         record = look.keep_described(plan, call, described)
-        if call.compiles and options.save is not None and not to and isinstance(plan, experts.Forward):
-            beside = (), factors, extras_given.frozen
-            after = backward.configure_after(plan, form[0], call.limits, *beside)
+        if call.compiles and options.save is not None and not to:
+            how = backward.default_options(form[0], factors, extras_given.frozen)
+            after = chunks.configure_after(plan, form[0], call.limits, how, factors=factors)
             runtime.compile_ahead(call.device, after)
     with current_device(record.device):
         return _launched_forward(look, record, extras)

@@ -15,7 +15,7 @@ from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
 from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.fp8 import saved as saved_fp8
-from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout, packed
+from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.gemm import biases, panels, square_tiles
 from moeblaze_cupy.gemm import products as grouped_gemm
 from moeblaze_cupy.gemm.biases import Bias, BiasBwd
@@ -23,7 +23,6 @@ from moeblaze_cupy.gemm.panels import Panels
 from moeblaze_cupy.gemm.products import PLAIN, Gemm, GemmExtras, Operand, Product, Rows, Weight, Wgrad
 from moeblaze_cupy.layer.forward import (
     PLAIN_PASS,
-    Forward,
     PassExtras,
     Shape,
     half_columns,
@@ -219,33 +218,11 @@ def configure_backward(
     )
 
 
-def configure_after(
-    forward: Forward,
-    layer: LayerArrays,
-    limits: DeviceLimits,
-    accumulate: Accumulated = (),
-    factors: Lora | None = None,
-    frozen: tuple[str, ...] = (),
-) -> Backward:
-    """Configures the backward after a forward, for the gradients that one computes unless told, of packed memory.
-
-    layer, factors: the layouts that the forward was configured with. accumulate: see `configure_backward`. frozen: the
-    names of weights that have no gradients.
-    """
-    options, index, device = forward.options, forward.dispatch.index, layer.x.device
-    arrays = BackwardArrays(
-        packed(forward.out, forward.dtype, device),
-        layer._replace(ids=None, token_offsets=None),
-        packed((index.size,), "int32", device),
-        forward.first_layer and packed(forward.first_layer, forward.first_layer_dtype, device),
-        packed(forward.y_swi, forward.dtype, device) if forward.keeps_y_swi else None,
-    )
-    how = default_options(layer, factors, frozen)
-    return configure_backward(arrays, options, how, accumulate, limits, index, factors=factors)
-
-
 def default_options(layer: LayerArrays, factors: Lora | None = None, frozen: tuple[str, ...] = ()) -> BackwardOptions:
-    """Returns the options of a backward for the gradients that one computes unless told; see `configure_after`."""
+    """Returns the options of a backward for the gradients that one computes unless told.
+
+    layer, factors: layouts. frozen: the names of weights that have no gradients.
+    """
     biases = (name for name, given in zip(BIASES, (layer.b1_gate, layer.b2), strict=True) if given)
     needs = ("x", "weights", "lora") if factors else (*GRADIENTS, *biases)
     return BackwardOptions(tuple(name for name in needs if name not in frozen))

@@ -32,6 +32,7 @@ from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.backward import Accumulated, Backward, Results
 from moeblaze_cupy.layer.forward import PLAIN_PASS, Forward, ForwardResult, KeptMemory, PassExtras, half_columns
 from moeblaze_cupy.lora import launches as lora
+from moeblaze_cupy.rows import push
 from moeblaze_cupy.types import (
     NO_LORA_ROWS,
     BackwardArrays,
@@ -40,6 +41,7 @@ from moeblaze_cupy.types import (
     Gradients,
     LayerArrays,
     LayerOptions,
+    Lora,
     LoraRows,
     SavedForBackward,
 )
@@ -245,15 +247,19 @@ def configure_forward(
     options: LayerOptions,
     limits: DeviceLimits,
     quantizes: bool = False,
+    place: push.PeerOffset | None = None,
+    factors: Lora | None = None,
     frozen: tuple[str, ...] = (),
 ) -> Forward | ForwardChunks:
-    """Configures a forward of arrays of these layouts within `options.memory_limit`, in chunks only if it needs some.
+    """Configures a forward of arrays of these layouts: in chunks only if `options.memory_limit` needs some.
 
-    function: what messages name. quantizes: as of `layer.forward`. frozen: as of `fit`.
+    function: what messages name. frozen: as of `fit`. For the other arguments see `layer.forward`.
     Raises ValueError, with the least possible, for a limit below that.
     """
+    if options.memory_limit is None:
+        return experts.configure_forward(layer, options, limits, quantizes, place, factors)
     found = fit(layer, options, limits, frozen)
-    if options.memory_limit is not None and found.nbytes > options.memory_limit:
+    if found.nbytes > options.memory_limit:
         expected = f"at least {found.nbytes} bytes for {found.cut.num_tokens} tokens of this layer"
         raise checks.bad_value(function, "memory_limit", expected, options.memory_limit)
     return _in_chunks(layer, options, limits, quantizes, found.cut)
@@ -298,18 +304,23 @@ def configure_after(
     limits: DeviceLimits,
     how: BackwardOptions,
     accumulate: Accumulated = (),
+    factors: Lora | None = None,
 ) -> "Backward | BackwardChunks":
-    """Configures the backward after a forward without factors, of packed memory; see `layer.backward`."""
+    """Configures the backward after a forward, of packed memory.
+
+    layer, factors: the layouts that the forward was configured with. how, accumulate: see `layer.backward`.
+    """
     if isinstance(forward, Forward):
-        index, h = forward.dispatch.index, layer.w2.shape[1]
-        kept, tokens = Kept.of(index, forward.options, h, forward.dtype), index.num_tokens
+        index = forward.dispatch.index
+        kept = Kept.of(index, forward.options, layer.w2.shape[1], forward.dtype)
     else:
-        index, kept, tokens = forward.index, forward.kept, forward.cut.tokens
+        index, kept = forward.index, forward.kept
     of_backward = layer._replace(ids=None, token_offsets=None)
     arrays = BackwardArrays(packed(forward.out, forward.dtype, layer.x.device), of_backward, *kept)
-    if tokens == index.num_tokens:
-        return backward.configure_backward(arrays, forward.options, how, accumulate, limits, index)
-    return configure_backward(arrays, forward.options, how, accumulate, limits, index, tokens)
+    form = arrays, forward.options, how, accumulate, limits, index
+    if isinstance(forward, ForwardChunks):
+        return configure_backward(*form, forward.cut.tokens)
+    return backward.configure_backward(*form, factors=factors)
 
 
 def recorded_backward(

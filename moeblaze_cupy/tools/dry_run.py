@@ -12,7 +12,6 @@ from moeblaze_cupy.cuda.recorder import Allocation, Recorder, allocation_of
 from moeblaze_cupy.cuda.runtime import Launch
 from moeblaze_cupy.frameworks import Layout, packed
 from moeblaze_cupy.layer import backward, chunks
-from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.tools.memory import LayerShape
 from moeblaze_cupy.types import FACTORS, LayerArrays, Lora, LoraRows
 
@@ -139,14 +138,9 @@ def layer(
     room for, and for a memory limit below the least.
     """
     of_layer, options = arrays(s), s.of_layer(save)
-    factors, tokens = _factors(s) if s.lora_rank else None, s.L
-    forward_steps: experts.Forward | chunks.ForwardChunks
-    if options.memory_limit is None:
-        forward_steps = experts.configure_forward(of_layer, options, limits, factors=factors)
-    else:
-        forward_steps = chunks.configure_forward("plan", of_layer, options, limits)
-    if isinstance(forward_steps, chunks.ForwardChunks):
-        tokens = forward_steps.cut.tokens
+    factors = _factors(s) if s.lora_rank else None
+    forward_steps = chunks.configure_forward("plan", of_layer, options, limits, factors=factors)
+    tokens = forward_steps.cut.tokens if isinstance(forward_steps, chunks.ForwardChunks) else s.L
     run, result = chunks.recorded_forward(forward_steps)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi, **result.lora_rows._asdict()}
@@ -159,12 +153,8 @@ def layer(
     sums: dict[str, tuple[Layout, ...]] = {}
     if accumulate:
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
-    steps: backward.Backward | chunks.BackwardChunks
-    if isinstance(forward_steps, experts.Forward):
-        steps = backward.configure_after(forward_steps, of_layer, limits, tuple(sums.items()), factors)
-    else:
-        how = backward.default_options(of_layer, factors)
-        steps = chunks.configure_after(forward_steps, of_layer, limits, how, tuple(sums.items()))
+    how = backward.default_options(of_layer, factors)
+    steps = chunks.configure_after(forward_steps, of_layer, limits, how, tuple(sums.items()), factors)
     rows = LoraRows(1, 1) if factors and save != "recompute" else LoraRows(0, 0)
     run, gradients = chunks.recorded_backward(steps, options, sums, rows)
     named = {f"gradient of {name}": array for name, array in vars(gradients).items() if name != "lora"}
