@@ -253,6 +253,28 @@ def test_plan_with_biases_and_interleaved_columns(capsys):
     assert_fails(capsys, [*plan.split(), "--activation", "relu2"], "--gate-up", "halves", "relu2, which has no gate")
 
 
+def test_plan_with_a_memory_limit(capsys):
+    """The peaks are within it, and sums over chunks are named; a limit that is too small is refused with the least."""
+    plan = ["plan", "--tokens", "20000", "--d-model", "512", "--d-hidden", "256", "--experts", "8", "--k", "4"]
+    limit = 64 << 20
+    assert run(*plan, "--memory-limit", str(limit), "--json") == 0
+    of_layer = json.loads(capsys.readouterr().out)
+    columns = {name: column for name, column in of_layer["memory"].items() if name != plan_command.ROUTED}
+    assert of_layer["layer"]["memory_limit"] == limit
+    for column in columns.values():
+        assert max(column["forward_peak_bytes"], column["backward_peak_bytes"] or 0) <= limit
+        assert column["chunk_tokens"] < 20000 and column["more_traffic"] > 0
+    assert run(*plan, "--memory-limit", str(limit)) == 0
+    printed = capsys.readouterr().out
+    assert "sums over chunks in float32" in printed and "more traffic by chunks" in printed
+    assert f"{columns['recompute']['chunk_tokens']:,}" in printed
+    assert_fails(capsys, [*plan, "--memory-limit", "9"], "memory_limit: expected at least", "bytes", "got 9")
+    for options in (["--pairs"], ["--lora-rank", "4"]):
+        assert_fails(capsys, [*plan, "--memory-limit", "9", *options], "--memory-limit: expected none with --pairs")
+    odd = ["plan", "--tokens", "8", "--d-model", "12", "--d-hidden", "8", "--experts", "4", "--k", "2"]
+    assert_fails(capsys, [*odd, "--memory-limit", "9"], "--memory-limit: expected none with bfloat16", "got 12 and 8")
+
+
 def test_plan_of_the_widest_layer(capsys):
     """The portable kernels have a launch per 256 columns of d."""
     assert run(f"plan --tokens 8 --d-model {MAX_WIDTH} --d-hidden {MAX_WIDTH} --experts 8 --k 2 --tier sm80") == 0

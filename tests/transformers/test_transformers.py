@@ -595,6 +595,17 @@ def test_save_policies(policy, calls):
     check_equal(got, wanted, 1e-5)
 
 
+def test_a_memory_limit_reaches_the_layer(calls):
+    """On the CPU it changes nothing."""
+    backend.register("moeblaze_limited", memory_limit=10**9)
+    wanted = step(tiny("mixtral", "moeblaze"))
+    got = step(tiny("mixtral", "moeblaze_limited"))
+    assert [call.get("memory_limit") for call in calls] == [None] * 2 + [10**9] * 2
+    check_equal(got, wanted, 1e-12)
+    with pytest.raises(ValueError, match="register: memory_limit: expected None, or at least 1 byte, got 0"):
+        backend.register("moeblaze_limited", memory_limit=0)
+
+
 @needs_models_that_compile
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_compiles_to_one_graph(model_type):
