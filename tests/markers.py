@@ -33,7 +33,7 @@ CASES = {
     "tests/fsdp/test_fsdp.py::test_addresses_are_freed_after_a_capture": (ALL, 0),
     "tests/layer/test_chunks.py::test_passes_stay_within_the_limit": (10, 2),
     "tests/layer/test_combinations.py": (1, 0),
-    "tests/layer/test_device_chunks.py": (2, 0),
+    "tests/layer/test_device_chunks.py": (1, 0),
     "tests/layer/test_device_code.py": (1, 0),
     "tests/layer/test_device_code_bound.py": (2, 0),
     "tests/layer/test_device_code_sm90.py": (1, 0),
