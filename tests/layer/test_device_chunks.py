@@ -156,13 +156,20 @@ def test_sums_are_added_to_a_callers(tier):
         assert relative_error(np.asarray(total).astype(np.float64) - 1, want) <= 2**-8  # that of bf16 in `want`
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int8"])
-def test_frozen_weights(name):
-    """The scratch that they are decoded to counts, and their gradients take nothing."""
+@pytest.fixture
+def without_scratch():
+    yield
+    mb.limit_scratch(None)  # which frees it
+
+
+@pytest.mark.parametrize(("name", "in_turn"), [("mxfp4", False), ("int8", True)])
+def test_frozen_weights(name, in_turn, without_scratch):
+    """The scratch that they are decoded to counts, and their gradients take nothing. in_turn: w1 and w2 have one place,
+    so every chunk decodes both."""
     case = Case(L=120, k=2, E=3, d=64, h=64)
     x, ids, weights, _, _, grad_out = make_inputs(case, 0, DTYPES["bfloat16"])
     w1, w2 = (random_weight(name, (3, 64, columns), None, i) for i, columns in enumerate((128, 64)))
-    mb.release_scratch()
+    mb.limit_scratch(2 * 3 * 64 * 128 if in_turn else None)
     with on("sm80") as device:
         arrays = {"x": device.put(x), "ids": device.put(ids), "weights": device.put(weights)}
         arrays |= {"w1": on_device(device, w1), "w2": on_device(device, w2)}
@@ -172,4 +179,5 @@ def test_frozen_weights(name):
         assert tokens == 16 and not differences(want, got) and got.keys() == {"out", "x", "weights"}
         scratch = 2 * 3 * (64 * 128 + 64 * 64)
         assert scratch < least < scratch + 100_000
-        mb.release_scratch()
+        decoded = [kernel for kernel in device.launched if kernel.startswith("decode")]
+        assert len(decoded) > 2 * 120 // 16
