@@ -19,6 +19,14 @@ from tests.parallel.ranks_exchange import peers_over_gloo
 from tests.parallel.ranks_gpus import GPU_ROUTES, on_gpu
 from tests.torch_versions import NO_SUMS_OF_SHARDING, needs_none
 
+ROUTES = (
+    ("exact", {}),
+    ("exact", {"slots": 20}),  # in pieces
+    ("exact", {"keep_received": False}),
+    ("static", {}),
+    ("pull", {}),
+    ("pull", {"keep_received": False}),
+)
 # Sums of up to 300 terms of unit scale, and of three products after each other, in float64.
 EXACT = 1e-13
 BOTH = (2, 5)  # ranks of the factors
@@ -105,14 +113,7 @@ def compared(inputs, lora, got, tolerance, trained):
 def factors_beside_experts(rank, size, group):
     """Every route and form: experts trained and frozen, pieces, rows that are sent again; a second run has the bits."""
     with peers_over_gloo():
-        for route, options in (
-            ("exact", {}),
-            ("exact", {"slots": 20}),  # in pieces
-            ("exact", {"keep_received": False}),
-            ("static", {}),
-            ("pull", {}),
-            ("pull", {"keep_received": False}),
-        ):
+        for route, options in ROUTES:
             experts = ExpertGroup(group, E, route=route, **options)
             for kind in ("equal",) if route == "static" else ("uneven", "none_here"):
                 for routing, pair, ranks, trained in (

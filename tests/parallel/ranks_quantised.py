@@ -12,7 +12,7 @@ from moeblaze_cupy.types import FACTORS, NestedScales, QuantizedWeight
 from tests.parallel.ranks_common import D, E, Inputs, case, counts_of, difference, expect, gpu_case
 from tests.parallel.ranks_exchange import peers_over_gloo
 from tests.parallel.ranks_gpus import GPU_ROUTES, on_gpu
-from tests.parallel.ranks_lora import part_of, wanted
+from tests.parallel.ranks_lora import ROUTES, part_of, wanted
 from tests.quantised.cases import random_weight
 
 # float32 has 24 bits. Sums of up to 300 terms of unit scale, in four products after each other, lose five of them.
@@ -105,14 +105,7 @@ def compare(inputs, formats, experts, lora=None, **options):
 def frozen_weights_over_ranks(rank, size, group):
     """Every route, pieces, and rows that are sent again; both weights packed, and one beside one that trains."""
     with peers_over_gloo():
-        for route, options in (
-            ("exact", {}),
-            ("exact", {"slots": 20}),  # in pieces
-            ("exact", {"keep_received": False}),
-            ("static", {}),
-            ("pull", {}),
-            ("pull", {"keep_received": False}),
-        ):
+        for route, options in ROUTES:
             experts = ExpertGroup(group, E, route=route, **options)
             for kind in ("equal",) if route == "static" else ("uneven", "none_here"):
                 for routing, formats in (
