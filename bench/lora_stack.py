@@ -11,8 +11,6 @@ that runs out of memory has no numbers. A row whose factors do not all change, o
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,29 +51,39 @@ TINY = {"tiny": Stack(2, 64, 64, 4, 2, (4, 2), 16, (48,), _GPT_OSS)}
 
 
 class Layer(torch.nn.Module):
-    """(sequences, tokens, d) in bf16 to the same. Only the factors of its experts train."""
+    """(sequences, tokens, d) in bf16 to the same. made_by: `MoE` or a class of its parameters; options: of it."""
 
-    def __init__(self, of: Stack, format: str, device: str) -> None:
+    def __init__(self, of: Stack, device: str, made_by: type[MoE] = MoE, **options: Any) -> None:
         super().__init__()
         self.of, made = of, {"device": device, "dtype": torch.bfloat16}
         queries, others = (number * of.head_width for number in of.heads)
         self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(of.d, **made) for _ in range(2))
         self.qkv = torch.nn.Linear(of.d, queries + 2 * others, bias=False, **made)
         self.out = torch.nn.Linear(queries, of.d, bias=False, **made)
-        self.moe = MoE(of.d, of.h, of.E, of.k, lora_rank=RANK, **of.experts, **made)
-        if format != "bf16":
-            self.moe.quantize_experts(format)
-        for name, parameter in self.named_parameters():
-            if "lora" not in name:
-                parameter.requires_grad_(False)
+        self.moe = made_by(of.d, of.h, of.E, of.k, **of.experts, **options, **made)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def attended(self, x: torch.Tensor) -> torch.Tensor:
+        """x with what its sequences attend to."""
         (queries, others), width = self.of.heads, self.of.head_width
         parts = self.qkv(self.norms[0](x)).unflatten(-1, (-1, width)).transpose(1, 2)
         q, k, v = parts.split((queries, others, others), dim=1)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attended(x)
         return x + self.moe(self.norms[1](x))
+
+
+def adapted(of: Stack, format: str, device: str) -> Layer:
+    """A layer of which only the factors of its experts train."""
+    layer = Layer(of, device, lora_rank=RANK)
+    if format != "bf16":
+        layer.moe.quantize_experts(format)
+    for name, parameter in layer.named_parameters():
+        if "lora" not in name:
+            parameter.requires_grad_(False)
+    return layer
 
 
 def row_of(name: str, format: str, tokens: int, seconds: float, rounds: int) -> dict[str, Any]:
@@ -91,7 +99,7 @@ def row_of(name: str, format: str, tokens: int, seconds: float, rounds: int) -> 
 def _measured(of: Stack, format: str, tokens: int, seconds: float, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     device = inputs.device()
-    layers = [Layer(of, format, device) for _ in range(of.layers)]
+    layers = [adapted(of, format, device) for _ in range(of.layers)]
     measure.release()
     factors = {f"{i}.{n}": p for i, layer in enumerate(layers) for n, p in layer.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(factors.values(), lr=LEARNING_RATE, weight_decay=0.0, fused=inputs.has_gpu())
@@ -124,13 +132,8 @@ def _measured(of: Stack, format: str, tokens: int, seconds: float, rounds: int) 
 
 
 def in_own_process(*of_row: Any) -> dict[str, Any]:
-    """`row_of` in a process of its own. Raises RuntimeError with the end of what it wrote if it fails."""
-    command = [sys.executable, "-m", "bench.lora_stack", "--row", json.dumps(of_row)]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"bench.lora_stack: {of_row}: expected a row, got {done.stderr[-2000:]}")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+    """`row_of` in a process of its own."""
+    return measure.row_of_own_process("bench.lora_stack", of_row)
 
 
 def text(rows: list[dict]) -> list[str]:

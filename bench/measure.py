@@ -12,15 +12,18 @@ import ctypes
 import functools
 import gc
 import json
+import os
 import platform
 import random
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -340,6 +343,20 @@ def write_record(record: dict, path: str | Path) -> None:
     """Writes it with `wall_s`, the seconds since the program started: what it takes to measure this again."""
     whole = {**record, "wall_s": round(time.monotonic() - _START, 1)}
     Path(path).write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def row_of_own_process(module: str, of_row: Sequence[Any], seconds: float | None = None, **environment: str) -> dict:
+    """The row that a benchmark prints for `--row`, measured in a process of its own.
+
+    Raises RuntimeError with the end of what it wrote if it fails, subprocess.TimeoutExpired after so many seconds.
+    """
+    command = [sys.executable, "-m", module, "--row", json.dumps(of_row)]
+    where: dict[str, Any] = {"cwd": Path(__file__).parent.parent, "env": os.environ | environment}
+    done = subprocess.run(command, **where, capture_output=True, text=True, check=False, timeout=seconds)
+    if done.returncode:
+        raise RuntimeError(f"{module}: {of_row}: expected a row, got {done.stderr[-2000:]}")
+    row: dict = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 PEER_PACKAGES = (

@@ -17,14 +17,14 @@ from bench.layer import Layer
 from moeblaze_cupy.cuda import runtime
 
 
-class _Ours(Layer):
-    """`interop.torch.moe` with a save policy."""
+class Ours(Layer):
+    """`interop.torch.moe` with a save policy and further options."""
 
-    def __init__(self, case, inputs: dict, save: str):
+    def __init__(self, case, inputs: dict, save: str, **options):
         from moeblaze_cupy.interop.torch import moe
 
         super().__init__(inputs, [inputs[name] for name in ("x", "weights", "w1", "w2")])
-        self.moe, self.options = moe, {"activation": case.activation, "save": save}
+        self.moe, self.options = moe, {"activation": case.activation, "save": save, **options}
 
     def forward(self) -> torch.Tensor:
         x, weights, w1, w2 = self.leaves
@@ -127,24 +127,28 @@ class _Routed(Layer):
         super().__init__(inputs, [inputs[name] for name in ("x", "weights", "w1", "w2")])
         self.case, self.grouped = case, grouped
 
-    def _products(self, rows, weight, ends):
-        if self.grouped:
-            return _grouped_mm(rows, weight, ends)
-        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([part @ weight[e] for e, part in enumerate(rows.split(counts))])
-
     def forward(self) -> torch.Tensor:
         x, weights, w1, w2 = self.leaves
-        flat = self.inputs["ids"].reshape(-1)
-        experts, order = torch.sort(flat, stable=True)
-        every = torch.arange(1, self.case.E + 1, device=flat.device, dtype=flat.dtype)
-        ends = torch.searchsorted(experts, every, out_int32=True)
-        first = self._products(x[order // self.case.k], w1, ends)
-        rows = self._products(_activate(first, self.case.activation), w2, ends)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        slots = rows[back].view(self.case.L, self.case.k, self.case.d)
-        return (slots * weights[:, :, None].to(slots.dtype)).sum(1)
+        return over_routed_rows(x, self.inputs["ids"], weights, w1, w2, self.case.activation, self.grouped)
+
+
+def over_routed_rows(x, ids, weights, w1, w2, activation: str = "swiglu", grouped: bool = True) -> torch.Tensor:
+    """out (L, d) as of `_Routed`, for ids (L, k)."""
+    experts, order = torch.sort(ids.reshape(-1), stable=True)
+    every = torch.arange(1, len(w1) + 1, device=ids.device, dtype=ids.dtype)
+    ends = torch.searchsorted(experts, every, out_int32=True)
+    products = _grouped_mm if grouped else _products_in_turn
+    first = products(x[order // ids.shape[1]], w1, ends)
+    rows = products(_activate(first, activation), w2, ends)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    slots = rows[back].view(*ids.shape, -1)
+    return (slots * weights[:, :, None].to(slots.dtype)).sum(1)
+
+
+def _products_in_turn(rows, weight, ends):
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([part @ weight[e] for e, part in enumerate(rows.split(counts))])
 
 
 class _Composition(Layer):
@@ -255,7 +259,7 @@ _BOTH = ("transposed", "row")
 
 def _ours(name: str, save: str, orders=("transposed",), checked: bool = True, **environment: str) -> Provider:
     return Provider(
-        name, lambda case, x: _Ours(case, x, save), _lacks_cupy, orders=orders, checked=checked, environment=environment
+        name, lambda case, x: Ours(case, x, save), _lacks_cupy, orders=orders, checked=checked, environment=environment
     )  # fmt: skip
 
 
