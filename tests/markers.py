@@ -75,6 +75,7 @@ CASES = {
     "tests/test_bench.py::test_a_regression_against_a_record_fails": (0, 0),
     "tests/test_bench_card.py::test_it_runs_tiny_shapes_without_a_gpu": (0, 0),
     "tests/test_bench_command.py": (ALL, 0),
+    "tests/test_bench_long_sequences.py": (ALL, 0),
     "tests/test_bench_lora.py": (ALL, 0),
     "tests/test_bench_parallel.py": (0, 0),
     "tests/test_checks.py::test_a_missing_torch_is_named_with_the_line_that_installs_it": (ALL, 1),

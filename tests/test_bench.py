@@ -27,6 +27,7 @@ from bench import (  # noqa: E402
     inputs,
     kernel_times,
     kernels,
+    long_sequences,
     lora,
     lora_stack,
     measure,
@@ -523,7 +524,7 @@ def test_first_use_on_the_cpu():
 @pytest.mark.skipif(inputs.has_gpu(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(
     "program",
-    [first_use, fp8, graphs, host_time, kernel_times, lora, lora_stack, quantised, variants],
+    [first_use, fp8, graphs, host_time, kernel_times, long_sequences, lora, lora_stack, quantised, variants],
     ids=lambda module: module.__name__,
 )
 def test_programs_that_need_a_gpu_say_so(program, capsys):
