@@ -4,6 +4,7 @@
 shapes and every system that was measured.
 """
 
+import math
 from pathlib import Path
 from statistics import mean
 
@@ -287,6 +288,41 @@ def parallel(records: Records) -> Figure | None:
     figure.supxlabel(
         "Weak scaling: as many tokens on each GPU as on one alone, forward and backward. Right is better.", fontsize=8.5
     )
+    return figure
+
+
+def long_sequences(record: dict) -> Figure:
+    """Tokens per second and peak memory of whole training steps by their tokens, of a record of bench.long_sequences.
+
+    A size that did not fit is a cross at zero.
+    """
+    arms = {
+        "moeblaze_limit": (f"{OURS}, memory_limit", *STYLES["moeblaze"]),
+        "moeblaze": (OURS, *STYLES["moeblaze_sm80"]),
+        "grouped_mm": (title("torch_grouped_mm"), *STYLES["torch_grouped_mm"]),
+    }
+    figure, both = plt.subplots(1, 2, figsize=(9.0, 3.6), layout="constrained")
+    rows = [row for row in record["rows"] if row["part"] == "step"]
+    panels = (("tokens_per_second", 1e3, "Thousand tokens per second"), ("peak_bytes", 2**30, "Peak memory, GiB"))
+    for axes, (key, unit, heading) in zip(both, panels, strict=True):
+        for arm, (words, color, marker) in arms.items():
+            of_arm = sorted((row["tokens"], row.get(key)) for row in rows if row["arm"] == arm)
+            for marked, drawn in ((marker, [n for n in of_arm if n[1]]), ("x", [n for n in of_arm if not n[1]])):
+                if drawn:
+                    values = [(value or 0.0) / unit for _, value in drawn]
+                    style = {"label": words} if marked == marker else {"linestyle": "", "clip_on": False}
+                    axes.plot([tokens for tokens, _ in drawn], values, color=color, marker=marked, **style)
+        tokens = sorted({row["tokens"] for row in rows if math.log2(row["tokens"]).is_integer()})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [f"{n // 1024}k" for n in tokens])
+        axes.set_ylim(bottom=0)
+        axes.set_title(heading, fontsize=10, loc="left", color=INK)
+        axes.set_xlabel("tokens of a step, logarithmic; x: does not fit in 78 GiB", fontsize=9, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", fontsize=9, frameon=False, ncols=3)
+    gpu = record["machine_info"]["gpu"]
+    heading = f"Training steps of four layers of Qwen3-30B-A3B ({gpu}, bf16)"
+    figure.suptitle(heading, fontsize=11, fontweight="bold", color=INK)
     return figure
 
 
