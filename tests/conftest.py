@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items):
         return
     skip = pytest.mark.skip(reason=f"no GPU: {MISSING_GPU}")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
@@ -98,7 +98,7 @@ def on_hopper(monkeypatch):
 @pytest.fixture(autouse=True)
 def poisoned_allocations(request, monkeypatch):
     """Device memory the library allocates starts as NaN (floats, also of e4m3), no code (int8) or no index."""
-    if "gpu" not in request.keywords:
+    if request.node.get_closest_marker("gpu") is None:
         return
     for framework in (arrays.CuPy, arrays.Torch):
 

@@ -158,8 +158,8 @@ def mark(items):
         function = item.nodeid.partition("[")[0]
         counts[function] += 1
         not_long, not_slow = CASES.get(function) or CASES.get(function.partition("::")[0], (ALL, ALL))
-        on_gpu = "gpu" in item.keywords or "gpus" in item.keywords
+        on_gpu = item.get_closest_marker("gpu") or item.get_closest_marker("gpus")
         if counts[function] > not_long and not on_gpu:
             item.add_marker("long")
-        if counts[function] > not_slow or on_gpu or "long" in item.keywords:
+        if counts[function] > not_slow or on_gpu or item.get_closest_marker("long"):
             item.add_marker("slow")
