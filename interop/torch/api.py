@@ -147,9 +147,11 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
         if torch.compiler.is_compiling():
             private.break_graph("moe: expected no lora and no QuantizedWeight in a graph, as they have no operators")
         return _moe_without_operators(layer, options, call)
-    if options.memory_limit is not None and torch.compiler.is_compiling():
-        private.break_graph("moe: expected no memory_limit in a graph, as chunks have no operators")
-        return _moe_between_graphs(layer, options, call)
+    if options.memory_limit is not None:
+        if torch.compiler.is_compiling():
+            private.break_graph("moe: expected no memory_limit in a graph, as chunks have no operators")
+            return _moe_between_graphs(layer, options, call)
+        layer = LayerArrays(*map(torch_autograd.waited, layer))
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
@@ -201,7 +203,7 @@ def _moe_without_operators(layer: LayerArrays, options: LayerOptions, call: _Cal
     """`_moe` with w1 or w2 in four or eight bits, or low-rank factors. Compiled code calls it between its graphs."""
     lora = None if call.lora is None else lora_checks.given("moe", call.lora)
     factors: list[Any] = [] if lora is None else list(lora.factors)
-    frozen, plain, parts = torch_quantised.apart(layer)
+    frozen, plain, parts = torch_quantised.apart(LayerArrays(*map(torch_autograd.waited, layer)))
     x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = plain
     given = ("w1", gate), ("w2", w2), *zip(lora_checks.NAMES, factors, strict=False)
     for name, tensor in (("x", x), ("ids", ids), *((n, t) for n, t in given if t is not None)):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from moeblaze_cupy import Lora
 from moeblaze_cupy.interop.parallel import ExpertGroup, clip_grad_norm_, exchange, expert_parallel_moe
 from moeblaze_cupy.interop.torch import moe, route
 from tests.parallel.ranks_common import D, E, H, Inputs, K, case, compare, counts_of, difference, expect, gpu_case
@@ -511,8 +512,11 @@ def compare_with_unfilled(inputs, rank, size, group):
     experts = ExpertGroup(group, E)
     logits = torch.randn(len(x), E, generator=torch.Generator().manual_seed(0)).to(x)
     ones = torch.ones(K, D).to(x)
+    lora = Lora(w1[:, :2, :1].expand(E, 2, D).clone(), w1[:, :1].expand(E, 2, 2 * H).mT.clone())
     calls = {
         "moe": lambda x, weights, ids: moe(x, ids, weights, w1, w2),
+        "memory_limit": lambda x, weights, ids: moe(x, ids, weights, w1, w2, memory_limit=10**9),
+        "lora": lambda x, weights, ids: moe(x, ids, weights, w1, w2, lora=lora),
         "expert_parallel_moe": lambda x, weights, ids: expert_parallel_moe(x, ids, weights, w1[own], w2[own], experts),
         "route": lambda x, weights, ids: route(x[:, :1] + logits, K)[0] @ ones + x,
     }
