@@ -8,7 +8,7 @@ import torch
 from moeblaze_cupy import checks
 from moeblaze_cupy.dispatch.launches import IndexLayout
 from moeblaze_cupy.frameworks import ITEMSIZE
-from moeblaze_cupy.interop.torch.api import MoE
+from moeblaze_cupy.interop.torch.api import DTYPES, MoE
 from moeblaze_cupy.layer.chunks import Kept
 from moeblaze_cupy.lora import config as lora_config
 from moeblaze_cupy.types import LayerOptions
@@ -51,6 +51,10 @@ def fit_saves(
     not in this order, and for a budget below the least possible, which the message names; nothing is set then.
     """
     tokens, budget = checks.integer("fit_saves", "tokens", tokens), checks.integer("fit_saves", "budget", budget)
+    if tokens < 0:
+        raise checks.bad_value("fit_saves", "tokens", "at least 0", tokens)
+    if dtype not in (None, *DTYPES):
+        raise checks.bad_type("fit_saves", "dtype", f"None or one of {', '.join(map(str, DTYPES))}", repr(dtype))
     policies = tuple(policies)
     if not policies or policies != tuple(policy for policy in POLICIES if policy in policies):
         raise checks.bad_value("fit_saves", "policies", f"some of {POLICIES}, in this order", policies)

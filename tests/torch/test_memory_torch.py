@@ -157,6 +157,12 @@ def test_budgets_and_policies_that_cannot_be():
             fit_saves(model, 50, 10**9, policies=policies)
     with pytest.raises(ValueError, match="fit_saves: model: expected one with an MoE, got a Linear without"):
         fit_saves(torch.nn.Linear(2, 2), 50, 10**9)
+    with pytest.raises(ValueError, match="fit_saves: tokens: expected at least 0, got -1"):
+        fit_saves(model, -1, 10**9)
+    with pytest.raises(
+        TypeError, match=r"fit_saves: dtype: expected None or one of torch.bfloat16, .*, got torch.int8"
+    ):
+        fit_saves(model, 50, 10**9, dtype=torch.int8)
     assert [layer.save for layer in model.values()] == ["paper", "paper"]
 
 
