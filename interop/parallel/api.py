@@ -90,10 +90,11 @@ def _check_arguments(
     for name, weight, letters in of_experts:
         if weight is None:
             continue
-        if len(weight.shape) != 3 or weight.shape[0] != experts.local_experts:
+        sizes = weight.shape if isinstance(weight.shape, tuple) else ()  # QuantizedWeight may hold anything
+        if len(sizes) != 3 or sizes[0] != experts.local_experts:
             last = first + experts.local_experts - 1
             expected = f"the ({experts.local_experts}, {letters}) of this rank's experts {first}..{last}"
-            raise checks.bad_value(function, name, expected, tuple(weight.shape))
+            raise checks.bad_value(function, name, expected, tuple(sizes) or weight.shape)
         if name not in frozen and weight.dtype != x.dtype:
             raise TypeError(f"{function}: {name}: expected x's {x.dtype}, got {weight.dtype}")
     named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2, **of_lora}

@@ -176,6 +176,7 @@ def frozen_weights_are_checked(rank, size, group):
     scales = w1.scales.clone().requires_grad_()
     for given, options, error, text in (
         (weights[0], {}, ValueError, f"w1: expected the ({E // size}, d, 2h) of this rank's experts"),
+        (w1._replace(shape=None), {}, ValueError, f"w1: expected the ({E // size}, d, 2h) of this rank's experts"),
         (w1._replace(data=w1.data.numpy()), {}, TypeError, "w1.data: expected a torch tensor, got <class 'numpy"),
         (w1._replace(data=w1.data.to("meta")), {}, TypeError, "w1.data: expected x's device cpu, got meta"),
         (w1._replace(scales=scales), {}, ValueError, "w1.scales: expected a part that requires no gradient"),
