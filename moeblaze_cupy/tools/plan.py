@@ -19,10 +19,12 @@ ROUTED = "routed buffers"
 def run(args: argparse.Namespace) -> int:
     s = layer_shape(args, args.tier)
     limits = dataclasses.replace(launch_config.H200, tier=args.tier)
-    try:
-        runs = {save or "inference": dry_run.layer(s, save, limits) for save in POLICIES}
-    except ValueError as error:  # a memory limit below the least
-        raise CommandError(one_line(error).removeprefix("plan: ")) from error
+    runs = {}
+    for save in POLICIES:
+        try:
+            runs[save or "inference"] = dry_run.layer(s, save, limits)
+        except ValueError as error:  # a memory limit below the least
+            raise CommandError(f"{one_line(error).removeprefix('plan: ')}, with save={save!r}") from error
     if args.json:
         print_json(facts(s, runs))
     else:

@@ -91,5 +91,6 @@ def as_json(s: LayerShape) -> dict[str, Any]:
         "weights_on": s.options.weights_on,
         "unreduced": s.options.unreduced,
         "identity_experts": s.options.identity_experts,
+        "lora_rank": s.lora_rank,
         **({} if s.memory_limit is None else {"memory_limit": s.memory_limit}),
     }
