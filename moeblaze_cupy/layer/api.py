@@ -48,6 +48,7 @@ class LayerExtras(NamedTuple):
     decode: Callable[[Runtime, int], None] | None = None  #: the one of `PassExtras`, where it fills w1 or w2
     lora: Lora | None = None
     frozen: tuple[str, ...] = ()  #: "w1" and "w2" of those that `decode` fills, which have no gradients
+    decoded_bytes: int = 0  #: of the memory that `decode` fills
 
     @property
     def destination(self) -> Destination | None:
@@ -237,7 +238,8 @@ def forward(
         fp8_arrays = fp8_checks.arrays_of(function, options.precision, extras.fp8_weights)
         given = (*layer, *fp8_arrays, extras.x_scales, *(extras.lora.factors if extras.lora else ()))
         order, to = extras.fp8_weights and extras.fp8_weights.gate_up, extras.destination
-        key_options = options, order, to and to.place, extras.lora and extras.lora.scales, extras.frozen
+        of_frozen = extras.frozen, extras.decoded_bytes
+        key_options = options, order, to and to.place, extras.lora and extras.lora.scales, of_frozen
     look = Lookup("moe_forward", key_options, (), given)
     # A record says that such arguments have passed all checks. Only their contents may be other ones.
     record = None if checks.CHECKS_IDS else look.record
@@ -249,7 +251,7 @@ def forward(
         to, layouts = extras_given.destination, [array and array.layout for array in described]
         factors = extras_given.lora and extras_given.lora.with_factors(layouts[-len(FACTORS) :])
         form = layer_arrays(layouts[:_LAYER]), options, call.limits, not fp8_arrays, to and to.place, factors
-        plan = chunks.configure_forward(function, *form, extras_given.frozen)
+        plan = chunks.configure_forward(function, *form, extras_given.frozen, extras_given.decoded_bytes)
         record = look.keep_described(plan, call, described)
         if call.compiles and options.save is not None and not to:
             how = backward.default_options(form[0], factors, extras_given.frozen)
@@ -268,7 +270,7 @@ def _forward_of_frozen(
     if layer.w1_up is not None:
         raise checks.bad_type(function, "w1", "arrays in a pair, or one QuantizedWeight of both", "a pair with one")
     decoded = scratch.decoded(function, frozen)
-    of_frozen = extras._replace(decode=decoded.decode, frozen=tuple(frozen))
+    of_frozen = extras._replace(decode=decoded.decode, frozen=tuple(frozen), decoded_bytes=decoded.nbytes)
     out, saved = forward(decoded.layer(layer), options, of_frozen, function)
     if saved is None:
         return out, None

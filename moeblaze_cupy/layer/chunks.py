@@ -215,10 +215,16 @@ class Fit(NamedTuple):
 
 
 @cached
-def fit(layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, frozen: tuple[str, ...] = ()) -> Fit:
+def fit(
+    layer: LayerArrays,
+    options: LayerOptions,
+    limits: DeviceLimits,
+    frozen: tuple[str, ...] = (),
+    decoded_bytes: int = 0,
+) -> Fit:
     """Returns the fewest chunks within `options.memory_limit`; if there are none, those that allocate least.
 
-    frozen: "w1" or "w2" that are decoded in the call, to memory that counts.
+    frozen: "w1" or "w2" that are decoded in the call. decoded_bytes: of the memory that they are decoded to.
     """
     L, limit = layer.x.shape[0], options.memory_limit
     assert limit is not None
@@ -227,7 +233,7 @@ def fit(layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, frozen:
     def in_chunks(number: int) -> Fit:
         tokens = ceil_div(ceil_div(L, number), STEP) * STEP
         cut = Cut(L, max(min(tokens, L), 1))
-        return Fit(cut, peak_bytes(layer, options, limits, frozen, cut))
+        return Fit(cut, decoded_bytes + peak_bytes(layer, options, limits, frozen, cut))
 
     number = 1
     while in_chunks(number).nbytes > limit and in_chunks(number).cut.tokens > STEP:
@@ -250,15 +256,16 @@ def configure_forward(
     place: push.PeerOffset | None = None,
     factors: Lora | None = None,
     frozen: tuple[str, ...] = (),
+    decoded_bytes: int = 0,
 ) -> Forward | ForwardChunks:
     """Configures a forward of arrays of these layouts: in chunks only if `options.memory_limit` needs some.
 
-    function: what messages name. frozen: as of `fit`. For the other arguments see `layer.forward`.
+    function: what messages name. frozen, decoded_bytes: as of `fit`. For the other arguments see `layer.forward`.
     Raises ValueError, with the least possible, for a limit below that.
     """
     if options.memory_limit is None:
         return experts.configure_forward(layer, options, limits, quantizes, place, factors)
-    found = fit(layer, options, limits, frozen)
+    found = fit(layer, options, limits, frozen, decoded_bytes)
     if found.nbytes > options.memory_limit:
         expected = f"at least {found.nbytes} bytes for {found.cut.num_tokens} tokens of this layer"
         raise checks.bad_value(function, "memory_limit", expected, options.memory_limit)
@@ -276,10 +283,11 @@ def _in_chunks(
 def peak_bytes(
     layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, frozen: tuple[str, ...], cut: Cut
 ) -> int:
-    """Returns the most bytes that forward allocates beyond what it returns, or its largest backward with gradients."""
+    """Returns the most bytes that forward allocates beyond what it returns, or its largest backward with gradients.
+
+    Memory of decoded weights is not among them.
+    """
     steps = _in_chunks(layer, options, limits, False, cut)
-    parts = {"w1": layer.w1_parts, "w2": (layer.w2,)}
-    scratch = sum(_nbytes(part) for name in frozen for part in parts[name])
     run, made = recorded_forward(steps)
     kept = (made.lists, made.ids, made.first_layer, made.y_swi) if options.save is not None else ()
     peak = run.peak - sum(allocation_of(array).nbytes for array in (made.out, *kept) if array is not None)
@@ -287,7 +295,7 @@ def peak_bytes(
         how = backward.default_options(layer, frozen=frozen)._replace(keep_saved=True)
         after = configure_after(steps, layer, limits, how)
         peak = max(peak, recorded_backward(after, options)[0].peak)
-    return peak + scratch
+    return peak
 
 
 def recorded_forward(steps: Forward | ForwardChunks) -> tuple[Recorder, ForwardResult]:

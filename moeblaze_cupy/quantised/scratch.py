@@ -87,6 +87,14 @@ class Decoded:
     _holds: str = ""  #: in turn, the name of the weight that is there
     _lists: int = 0  #: in turn, how many index lists came
 
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of that memory, 0 on the CPU."""
+        if self._memory is None:
+            return 0
+        sizes = _sizes(self._memory.shapes).values()
+        return max(sizes) if self._memory.in_turn else sum(sizes)
+
     def layer(self, of: LayerArrays) -> LayerArrays:
         return of.with_weights(self.arrays)
 
@@ -171,12 +179,17 @@ def _is_in_turn(function: str, arguments: Mapping[str, str], shapes: Mapping[str
     """
     if _limit is None:
         return False
-    sizes = {name: math.prod(shape) * ITEMSIZE[_DTYPE] for name, shape in shapes.items()}
+    sizes = _sizes(shapes)
     largest = max(sizes, key=sizes.__getitem__)
     if sizes[largest] > _limit:
         expected = f"a weight of at most {_limit} bytes in {_DTYPE}, the limit of limit_scratch"
         raise checks.bad_value(function, arguments[largest], expected, f"{sizes[largest]} bytes")
     return sum(sizes.values()) > _limit
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Returns the bytes of decoded weights by name."""
+    return {name: math.prod(shape) * ITEMSIZE[_DTYPE] for name, shape in shapes.items()}
 
 
 def _buffers(run: Runtime, shapes: Mapping[str, tuple[int, ...]], in_turn: bool) -> dict[str, Buffer]:

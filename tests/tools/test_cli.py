@@ -268,7 +268,9 @@ def test_plan_with_a_memory_limit(capsys):
     printed = capsys.readouterr().out
     assert "sums over chunks in float32" in printed and "more traffic by chunks" in printed
     assert f"{columns['recompute']['chunk_tokens']:,}" in printed
-    assert_fails(capsys, [*plan, "--memory-limit", "9"], "memory_limit: expected at least", "got 9, with save='recompute'")
+    assert_fails(
+        capsys, [*plan, "--memory-limit", "9"], "memory_limit: expected at least", "got 9, with save='recompute'"
+    )
     for options in (["--pairs"], ["--lora-rank", "4"]):
         assert_fails(capsys, [*plan, "--memory-limit", "9", *options], "--memory-limit: expected none with --pairs")
     odd = ["plan", "--tokens", "8", "--d-model", "12", "--d-hidden", "8", "--experts", "4", "--k", "2"]
