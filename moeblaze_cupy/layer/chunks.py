@@ -60,7 +60,8 @@ class Cut(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Returns the tokens of the first chunk, and of the last one if these are fewer."""
-        return tuple(dict.fromkeys(min(self.tokens, self.num_tokens - first) for first in self.starts))
+        last = (self.num_tokens - 1) % self.tokens + 1
+        return (self.tokens,) if last == self.tokens else (self.tokens, last)
 
     @property
     def starts(self) -> range:

@@ -82,6 +82,15 @@ def test_passes_stay_within_the_limit(layer, save, tier, monkeypatch, forget):
         assert numbers[0] > 1 and numbers[3] > 1 and numbers[-2:] == [1, 1]
 
 
+def test_sizes_of_chunks():
+    """They take no time for each chunk, as many numbers of chunks are tried."""
+    for num_tokens in (1, 15, 16, 17, 31, 32, 33, 160, 161):
+        for tokens in (16, 32, 48):
+            cut = chunks.Cut(num_tokens, min(tokens, num_tokens))
+            assert cut.sizes == tuple(dict.fromkeys(min(cut.tokens, num_tokens - first) for first in cut.starts))
+    assert chunks.Cut(10**15 + 3, 16).sizes == (16, 3)
+
+
 @pytest.mark.parametrize("layer", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 def test_one_chunk_fewer_does_not_fit(layer, tier, monkeypatch, forget):
