@@ -48,7 +48,8 @@ def fit_saves(
     dtype: of the tokens, under torch.autocast its dtype; None means that of the router.
     report: a function that gets a line for each layer with the reason; None for no lines.
     Returns the policies in the order of the layers. Raises ValueError for a model without `MoE`, for policies that are
-    not in this order, and for a budget below the least possible, which the message names; nothing is set then.
+    not in this order, for tokens below 0, and for a budget below the least possible, which the message names, and
+    TypeError for a dtype that no layer has; nothing is set then.
     """
     tokens, budget = checks.integer("fit_saves", "tokens", tokens), checks.integer("fit_saves", "budget", budget)
     if tokens < 0:
