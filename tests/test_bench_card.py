@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bench import card, cases, kernels, mma, nvrtc, other_gpus, report  # noqa: E402
+from tests.environment import run_python  # noqa: E402
 
 CEILING = {"mma_tflops": 200.0, "mma_flops_per_processor_and_clock": 1000.0}
 
@@ -133,7 +134,8 @@ def test_the_page_shows_a_record_that_was_sent_back(measured, tmp_path, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure on the GPU")
-def test_it_runs_tiny_shapes_without_a_gpu(tmp_path, capsys):
-    assert card.main("--out", str(tmp_path / "card.json")) == 0
+def test_it_runs_tiny_shapes_without_a_gpu(tmp_path):
+    done = run_python("-m", "bench.card", "--out", str(tmp_path / "card.json"))
+    assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "card.json").read_text())
     assert {row["group"] for row in record["benchmarks"]} >= {"grouped_gemm", "layer"} and record["ceiling"] == {}
