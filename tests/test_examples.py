@@ -45,7 +45,11 @@ def on_two_processes(code: str, folder: Path) -> str:
     program.write_text(code)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    for _ in range(2):
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+        # A thread of gloo that still holds a tensor when Python ends aborts the process, after all that it printed.
+        if "terminate called without an active exception" not in ended.stderr:
+            break
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
