@@ -207,9 +207,8 @@ def moe_forward(
     gate, up = _gate_and_up("moe_forward", "w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     layer = layer_arrays((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
-    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
-    if memory_limit is not None:
-        options = options._replace(memory_limit=memory_limit)
+    of_slots = weights_on, unreduced, identity_experts, max_slots
+    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit)
     if fp8_weights is None and lora is None:
         return forward(layer, options)
     return forward(layer, options, LayerExtras(fp8_weights=fp8_weights, lora=lora))
