@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.interop.megatron import checkpoint, configuration
+from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import moe
 from moeblaze_cupy.types import PendingWeights
 
@@ -138,9 +139,7 @@ class MoeblazeGroupedMLP(MegatronModule):  # type: ignore[misc]  # Megatron ship
         ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
         rows = torch.arange(len(x), device=x.device)
         ids = torch.bucketize(rows, ends, right=True, out_int32=True).unsqueeze(1)  # E, an empty slot, behind the sum
-        if probs.dtype not in (torch.float32, x.dtype):
-            probs = probs.float()
-        probs = probs.unsqueeze(1)
+        probs = torch_arguments.widened(probs, x.dtype).unsqueeze(1)
         if self.delays and torch.is_grad_enabled() and (fc1.requires_grad or fc2.requires_grad):
             out = DelayedWeights.apply(self, x, ids, probs, fc1, fc2)  # type: ignore[no-untyped-call]  # torch's
             return out, None

@@ -12,6 +12,7 @@ from megatron.core.utils import get_pg_size, log_single_rank
 
 from moeblaze_cupy.interop.megatron.experts import MoeblazeGroupedMLP
 from moeblaze_cupy.interop.parallel import ExpertGroup, expert_parallel_moe
+from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import moe
 
 REFUSED = (  # options of parts that do not run here, or of experts that do more than rows
@@ -86,8 +87,7 @@ class MoeblazeMoELayer(MoELayer):  # type: ignore[misc]  # Megatron ships no typ
         probs, routing_map = self.route(hidden_states, padding_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids, weights = by_token(probs, routing_map, self.config.moe_router_topk)
-        if weights.dtype not in (torch.float32, tokens.dtype):
-            weights = weights.float()
+        weights = torch_arguments.widened(weights, tokens.dtype)
         experts, options = self.experts, dict(self.experts.options)
         fc1, fc2 = experts.linear_fc1.weight, experts.linear_fc2.weight
         if self.config.gradient_accumulation_fusion:

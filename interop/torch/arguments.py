@@ -80,10 +80,14 @@ def autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) ->
         of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if tensor is not None and of_autocast else tensor
 
-    def widened(tensor: Any) -> Any:
-        stays = tensor is None or tensor.dtype in (torch.float32, of_x) or not tensor.is_floating_point()
-        return tensor if tensor is None or stays else tensor.float()
+    def beside(tensor: Any) -> Any:
+        return widened(tensor, of_x) if tensor is not None and tensor.is_floating_point() else tensor
 
     products = list(map(cast, operands))
     of_x = products[0].dtype
-    return products, list(map(widened, others))
+    return products, list(map(beside, others))
+
+
+def widened(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns router weights or biases as `moe` takes them beside x of this dtype: in float32 unless they have it."""
+    return weights if weights.dtype in (torch.float32, dtype) else weights.float()

@@ -85,7 +85,7 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Any, w2: Any, **op
     else:
         rows = x if torch_arguments.in_autocast(x) else x.to(w2.dtype)
     if weights is not None:
-        weights = (weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()).contiguous()
+        weights = torch_arguments.widened(weights, rows.dtype).contiguous()
     out = moe(rows.contiguous(), ids.contiguous(), weights, w1, w2, **options)
     return out.to(x.dtype)
 

@@ -196,7 +196,7 @@ def _over_ranks(
     elif plain and not follows_autocast:
         rows = x.to(w2.dtype)
     if plain and not follows_autocast:
-        wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
+        wide = torch_arguments.widened(weights, rows.dtype)
     if plain:
         of_layer = transformers_experts.layer_options(save, precision)
         of_layer.update(activation=formula.activation, row_precision=row_precision)
