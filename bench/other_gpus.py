@@ -30,7 +30,7 @@ def records() -> list[dict]:
     return list(found.values())
 
 
-def _name(record: dict) -> str:
+def name_of(record: dict) -> str:
     """Of the GPU, and of the kernels where bench.card chose them."""
     return record["machine_info"]["gpu"] + (", portable kernels" if "tier" in record else "")
 
@@ -56,7 +56,7 @@ def headline() -> list[str]:
         rows = layers(record)
         bound, speed = ([row["passes"][SHOWN[1]][i] for row in rows] for i in (1, 2))
         lines += [
-            f"{_name(record)}: a training pass takes {span(bound)} times as long as its products in",
+            f"{name_of(record)}: a training pass takes {span(bound)} times as long as its products in",
             f"cuBLAS, and torch's `grouped_mm` {span(speed)} times as long as this layer "
             f"(median {statistics.median(speed):.2f}, {len(rows)} layers).",
         ]
@@ -74,7 +74,7 @@ def section(table: Callable[[list[str], Iterable[list[str]]], list[str]]) -> lis
             for seconds, bound, speed in row["passes"].values():
                 cells += [number(seconds * 1e3), f"{bound:.2f}", f"{speed:.2f}"]
             rows.append([*cells, f"{row['peak']:.2f}"])
-        about = f"{_name(record)}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
+        about = f"{name_of(record)}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
         lines += ["", f"{about}, commit `{record['commit_info']['id']}`."]
         passes = ("forward", "with backward")
         head = [f"{name}{what}" for name in passes for what in (", ms", ", over bound", ", torch's time")]

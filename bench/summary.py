@@ -88,7 +88,7 @@ def _table(records: Records) -> list[str]:
             {"time": row["passes"][other_gpus.SHOWN[1]][2], "more": row["peer_more_mib"]}
             for row in other_gpus.layers(record)
         ]
-        name = f"One layer, {record['machine_info']['gpu']}, {len(found)} shapes"
+        name = f"One layer, {other_gpus.name_of(record)}, {len(found)} shapes"
         rows.append([name, *_of_layers(found), *not_run])
     for (case, what), (ours, base) in transformers_report.steps(list(records.by_name.values())).items():
         if case in STEPS_SHOWN:

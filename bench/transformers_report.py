@@ -4,29 +4,35 @@ from bench.table import number
 
 WHATS = ("step", "step_compiled")
 MODELS = {"qwen3_30b_a3b": "Qwen3-30B-A3B", "olmoe_1b_7b": "OLMoE-1B-7B", "gpt_oss_20b": "gpt-oss-20b"}
+TUNED = {
+    f"{name}_lora_{tokens}k": f"{title}, {tokens}k tokens" for name, title in MODELS.items() for tokens in (4, 32)
+}  # cases with low-rank factors
 ABOUT = """Models of transformers with random weights at the sizes of the named models, but with 4 layers and a
 vocabulary of 8,192, in bf16. A step is forward, loss, backward and AdamW. Generation makes one token for each sequence.
 Ratios are relative to "grouped_mm" in the same record, and above 1 is faster. Peak memory is that of the whole step,
 including weights and optimizer. Compiled steps use attention that is causal without a mask."""
 
+OF_TUNED = """peft's adapters of rank 16 on attention and experts, of which alone AdamW trains anything; eager, without
+checkpointing. Beside "grouped_mm" peft adds BA to the experts' weights in every forward."""
 
-def _newest(records: list[dict]) -> dict[tuple[str, str, str], dict]:
-    """Rows by case, pass and implementation, in the order of MODELS, ours first; records come oldest first."""
+
+def _newest(records: list[dict], cases: dict[str, str] = MODELS) -> dict[tuple[str, str, str], dict]:
+    """Rows by case, pass and implementation, in the order of `cases`, ours first; records come oldest first."""
     found = {}
     for record in records:
         for row in record["benchmarks"]:
-            if row["group"] == "transformers":
+            if row["group"] == "transformers" and row["extra_info"]["case"] in cases:
                 info = row["extra_info"]
                 found[info["case"], info["pass"], info["provider"]] = info | row["stats"]
-    names, passes = list(MODELS), list(dict.fromkeys(what for _, what, _ in found))
+    names, passes = list(cases), list(dict.fromkeys(what for _, what, _ in found))
     return dict(
         sorted(found.items(), key=lambda i: (names.index(i[0][0]), passes.index(i[0][1]), i[0][2] != "moeblaze"))
     )
 
 
-def rows(records: list[dict]) -> list[list[str]]:
+def rows(records: list[dict], cases: dict[str, str] = MODELS) -> list[list[str]]:
     """Cells: case, pass, implementation, tokens/s, speed over grouped_mm, peak GiB, of grouped_mm, spread in %."""
-    found, lines = _newest(records), []
+    found, lines = _newest(records, cases), []
     for (case, what, name), row in found.items():
         base = found.get((case, what, "grouped_mm"), {})
         speed = row["tokens_per_second"] / base["tokens_per_second"] if base else None
@@ -72,7 +78,11 @@ def section(records: list[dict], table) -> list[str]:
     if not lines:
         return []
     head = ["model", "pass", "experts", "tokens/s", "speed", "peak, GiB", "share", "spread, %"]
-    return ["", "## transformers", "", "![Training steps](transformers.svg)", "", ABOUT, *table(head, lines)]
+    page = ["", "## transformers", "", "![Training steps](transformers.svg)", "", ABOUT, *table(head, lines)]
+    if tuned := rows(records, TUNED):
+        tuned = [[TUNED[case], *cells] for case, _, *cells in tuned]
+        page += ["", "### Steps with low-rank factors", "", OF_TUNED, *table([head[0], *head[2:]], tuned)]
+    return page
 
 
 def bars(records: list[dict]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
