@@ -41,7 +41,7 @@ def variants(
     multiples of 8 (`aligned` False) whole panels of 256 columns may also take kernels for aligned sizes.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
     layers without, or several of these. weights_on: "output", "input" or both.
-    fp8: also the products of precision="fp8", which bfloat16 layers with gate_up="halves" have on Hopper.
+    fp8: also the products of precision="fp8", which bfloat16 layers have on Hopper.
     fp8_saved: also those of save="fp8". formats: also those of frozen weights in these formats.
     lora: also those of low-rank factors, of any ranks.
     """
@@ -56,7 +56,7 @@ def variants(
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either, on_input = (False, True), [place == "input" for place in weights_on]
-        takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and gate_up == "halves" and entry in EPILOGUES
+        takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and entry in EPILOGUES
         plain_and_e4m3, plain_and_saved = either[: 1 + (fp8 and takes_fp8)], either[: 1 + fp8_saved]
         plain_and_lora: tuple[str | None, ...] = (None,)  # place of the factor
         if lora and entry in EPILOGUES:

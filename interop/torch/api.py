@@ -515,7 +515,7 @@ class MoE(torch.nn.Module):
         self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
         checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
         if precision is not None:
-            fp8_checks.form("MoE", d_model, d_hidden, gate_up)
+            fp8_checks.form("MoE", d_model, d_hidden)
         self.precision = precision
         self._fp8 = torch_fp8.HeldFp8Weights()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
@@ -612,7 +612,7 @@ class MoE(torch.nn.Module):
     @property
     def travel_in_e4m3(self) -> tuple[str, ...]:
         """The names of the parameters of w1 and w2, if all-gathers may bring them in e4m3 alone."""
-        only = self.precision is not None and not self.accumulate_into_main_grad
+        only = self.precision is not None and not self.accumulate_into_main_grad and self.gate_up == "halves"
         return ("w1_storage", "w2_storage") if only else ()
 
     def gather_in_e4m3(self, experts: Any) -> None:

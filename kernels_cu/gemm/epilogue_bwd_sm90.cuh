@@ -40,20 +40,27 @@ struct ActivateBwdRows : EpilogueBase {
         scales = rows[threadIdx.x & 15] * of_weight;
     }
     // FP8: the gradients of a and b of row done - 1. The next call of next() stores them as e4m3, which overlaps with its
-    // activations.
+    // activations. With INTERLEAVED they are pairs of the tile's first half, and of its second.
     using Shared = SharedScaling<1 + GATED>;
     float held[1 + GATED][8];
     float* quantised_scale;  // the scale that this lane stores, for the warp's first row
-    bool group_inside;       // the group of the lane's columns begins before the last column
+    bool group_inside;       // the group of this scale begins before the last column
     __device__ __forceinline__ void begin_quantised() {
+        if constexpr (INTERLEAVED) {
+            const int group = 2 * (column + Shared::vector() * HALF_COLUMNS) / GROUP_COLUMNS;
+            quantised_scale = params.quantised_scales + group * params.scales_ld + row0;
+            group_inside = group * GROUP_COLUMNS < 2 * params.columns;
+            return;
+        }
         const int groups = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, group = column / GROUP_COLUMNS;
         quantised_scale = params.quantised_scales + (group + Shared::vector() * groups) * params.scales_ld + row0;
         group_inside = group * GROUP_COLUMNS < params.columns;
     }
     __device__ __forceinline__ void store_held() const {
         const bool stores = params.quantised && done > 0;
-        operand* const to = at<1 + GATED>(params.quantised, done - 1);
-        const float scale = store_quantised(to, params.columns, held, [&](int) { return stores && inside(); });
+        operand* const to = INTERLEAVED ? pairs_at(params.quantised, done - 1) : at<1 + GATED>(params.quantised, done - 1);
+        const float scale = store_quantised(to, INTERLEAVED ? 2 * HALF_COLUMNS : params.columns, held,
+                                            [&](int i) { return stores && (INTERLEAVED && i ? inside_second() : inside()); });
         if (Shared::stores() && group_inside && stores) quantised_scale[done - 1] = scale;
     }
     Row8<element> a_row;  // a of row `done`, or with INTERLEAVED its first pairs; with FP8_SAVED all e4m3 of the lane

@@ -235,14 +235,16 @@ struct ActivatePairs : EpilogueBase {
     static constexpr int ROWS = 2;  // rows of the warp per call of next()
     // FP8_SAVED: as many lanes have the scale of gate of the first row, then that of up, then the same for the second row.
     static constexpr int SCALE_LANES = 32 / (2 * ROWS);
-    static_assert(!FP8_SAVED || BN / 2 == GROUP_COLUMNS, "a warp has one group of gate and one of up");
+    static_assert(!(FP8_SAVED || FP8) || BN / 2 == GROUP_COLUMNS, "a row of the tile is one group, of gate, up and y_swi");
     const Params& params;
     decltype(Params::first_layer) first_layer;
     element* y_swi;
     bool inside;
-    float weights;      // WEIGHTS_ON_INPUT: the router weight of the warp's row lane % 16
-    float* scale;       // FP8_SAVED: the scale that this lane stores
-    unsigned scale_ld;  // floats from row to row
+    float weights;           // WEIGHTS_ON_INPUT: the router weight of the warp's row lane % 16
+    float* scale;            // FP8_SAVED: the scale that this lane stores
+    unsigned scale_ld;       // floats from row to row
+    operand* quantised;      // FP8: y_swi as e4m3, at the lane's columns
+    float* quantised_scale;  // the scale that this lane stores
 
     __device__ __forceinline__ explicit ActivatePairs(const Params& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
@@ -250,6 +252,10 @@ struct ActivatePairs : EpilogueBase {
         rows = count, done = 0, inside = lane < ROW_LANES && column < params.columns;
         first_layer = params.first_layer + 2 * (row0 * params.columns + column);
         y_swi = params.result + row0 * params.columns + column;
+        if constexpr (FP8) {
+            quantised = params.quantised + row0 * params.columns + column;
+            quantised_scale = params.quantised_scales + n0 / GROUP_COLUMNS * params.scales_ld + row0 + y_row();
+        }
         if constexpr (FP8_SAVED) {
             const SavedScales<2> scales(params.first_layer, params.num_slots, params.columns);
             scale_ld = 2 * scales.groups;
@@ -276,6 +282,7 @@ struct ActivatePairs : EpilogueBase {
         }
         const uint4 packed = pack8(element(), y);
         if constexpr (FP8_SAVED) keep(pairs, amax);
+        if constexpr (FP8) store_scaled(y);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const bool valid = inside && done + i < rows;
@@ -287,6 +294,28 @@ struct ActivatePairs : EpilogueBase {
         first_layer += ROWS * 2 * params.columns;
         y_swi += ROWS * params.columns;
         done += ROWS;
+    }
+
+    // The row whose scale of y_swi this lane has, from `done` on.
+    static __device__ __forceinline__ int y_row() { return (threadIdx.x & 31) / (32 / ROWS); }
+    // Stores y_swi as e4m3 with scales. A row of the tile is one group.
+    __device__ __forceinline__ void store_scaled(const float (&y)[LANE_COLUMNS / 2 * ROWS]) {
+        if (params.quantised) {
+            float amax[ROWS];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                amax[i] = fmaxf(fmaxf(fabsf(y[4 * i]), fabsf(y[4 * i + 1])), fmaxf(fabsf(y[4 * i + 2]), fabsf(y[4 * i + 3])));
+            const Scaling mine = scaling_of(largest<32>(amax));
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const float factor = __shfl_sync(0xffffffffu, mine.factor, i * (32 / ROWS));
+                const unsigned low = cvt_e4m3x2(y[4 * i] * factor, y[4 * i + 1] * factor);
+                const unsigned high = cvt_e4m3x2(y[4 * i + 2] * factor, y[4 * i + 3] * factor);
+                if (inside && done + i < rows) *reinterpret_cast<unsigned*>(quantised + i * params.columns) = low | high << 16;
+            }
+            if (threadIdx.x % (32 / ROWS) == 0 && done + y_row() < rows) *quantised_scale = mine.scale;
+        }
+        quantised += ROWS * params.columns, quantised_scale += ROWS;
     }
 
     // The row of the scale that this lane stores, from `done` on.

@@ -52,9 +52,10 @@ struct GroupedGemmParams {
 #if FP8
     const float* a_scales;    // fp32, in. GATHER: (L,), one per token. Else (k-steps, scales_ld), one per row and k-step
     const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: one for the expert's weight, or one for gate and one for up
-    operand* quantised;       // e4m3, out; null: not wanted. ActivateRows: (R, N) y_swi. ActivateBwdRows: (R, 2N) or (R, N)
-                              // first_layer_grad
-    float* quantised_scales;  // (groups, scales_ld) fp32, out: one per row and GROUP_COLUMNS columns of each half of quantised
+    operand* quantised;       // e4m3, out; null: not wanted. ActivateRows, ActivatePairs: (R, N) y_swi. ActivateBwdRows: (R, 2N)
+                              // or (R, N) first_layer_grad
+    float* quantised_scales;  // (groups, scales_ld) fp32, out: one per row and GROUP_COLUMNS columns of each half of quantised,
+                              // or with INTERLEAVED of all its columns
 #endif
 #if BIASED
     const BIAS *bias0, *bias1;  // (E, columns of B) BIAS, in. SPLIT: gate's and up's, (E, N) each; else bias0 alone

@@ -77,8 +77,7 @@ static_assert(GATED || !INTERLEAVED, "gate and up alternate");
 static_assert(!WEIGHTS_ON_INPUT || !BIASED, "weights would scale the bias too");
 static_assert(!(SPLIT && INTERLEAVED), "interleaved columns have ActivatePairs");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
-static_assert(sizeof(operand) == 2 || (!INTERLEAVED && !STORED_Y_SWI),
-              "e4m3: no interleaved columns, and y_swi is computed again");
+static_assert(sizeof(operand) == 2 || !STORED_Y_SWI, "e4m3: y_swi is computed again");
 static_assert(EXPERT_SCALES == 1 || (EXPERT_SCALES == 2 && FP8), "scales of an expert's weight");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
 constexpr int B_BOX = BN % 128 ? BN : 128;  // columns of B in a box of the tensor map, with B_K_CONTIGUOUS

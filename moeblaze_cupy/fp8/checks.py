@@ -41,13 +41,11 @@ def row_precision(function: str, row_precision: Any, precision: Any) -> None:
         raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
 
 
-def form(function: str, d: int, h: int, gate_up: str) -> None:
-    """Checks the sizes and the column order of a layer in e4m3, which a module knows before its arrays."""
+def form(function: str, d: int, h: int) -> None:
+    """Checks the sizes of a layer in e4m3, which a module knows before its arrays."""
     if d % MULTIPLE or h % MULTIPLE:
         expected = f"d and h that are multiples of {MULTIPLE} for 'fp8'"
         raise checks.bad_value(function, "precision", expected, f"(d, h) = ({d}, {h})")
-    if gate_up == "interleaved":
-        raise checks.bad_value(function, "gate_up", "'halves' with precision='fp8'", repr(gate_up))
 
 
 def layer(
@@ -73,7 +71,7 @@ def layer(
         raise RuntimeError(f"{function}: precision: expected {expected}{forced}")
     if x.dtype != "bfloat16":
         raise checks.bad_type(function, "x", "bfloat16 with precision='fp8'", x.dtype)
-    form(function, d, h, gate_up)
+    form(function, d, h)
     for name, bias in biases.items():  # Hopper's kernels read 16 bytes at a time
         past = bias.ptr % arrays.ALIGNMENT
         if limits is not None and (past or bias.strides[0] % 8):

@@ -4,7 +4,8 @@ x and grad_out come in bf16, or in e4m3 with their scales. In the latter case th
 bf16, have them converted, each when its product is due.
 
 x and grad_out have a scale per row. y_swi and first_layer_grad have one per row and GROUP_COLUMNS columns of a half,
-(groups, R) of each half. Weights have one per expert, and per half of w1: `structures.Fp8Weights`.
+(groups, R) of each half, or of all columns where gate and up are interleaved. Weights have one per expert, and per half
+of w1: `structures.Fp8Weights`.
 """
 
 import functools
@@ -105,8 +106,9 @@ def configure(rows: Layout, E: int, R: int, h: int, halves: int, routed_halves: 
     """Returns the pass. rows: x, or grad_out as a matrix. routed_halves: halves of the array that products quantise."""
     number, d = math.prod(rows.shape[:-1]), rows.shape[-1]
     in_rows = rows._replace(shape=(number, d), strides=(d, 1))
-    groups = launch_config.ceil_div(h, launch_config.GROUP_COLUMNS)
-    of_rows = (R, routed_halves * h), (routed_halves * groups, R)
+    parts, columns = (1, routed_halves * h) if interleaved else (routed_halves, h)
+    groups = launch_config.ceil_div(columns, launch_config.GROUP_COLUMNS)
+    of_rows = (R, routed_halves * h), (parts * groups, R)
     quantize_rows = None if rows.dtype == E4M3 else quantize.rows(in_rows)
     return Pass(weights(E, d, h, halves, interleaved), quantize_rows, (number, d), *of_rows)
 

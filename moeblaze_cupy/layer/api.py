@@ -187,7 +187,7 @@ def moe_forward(
     as absent; saved.index.dropped says how many.
     precision: None, or "fp8": the products but those of weight gradients multiply e4m3, with a float32 scale for each
     token of x and of out's gradient, for each row and 128 columns of V(a) * M(b) and of the gradients of a, b, and for
-    each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16, and gate_up="halves".
+    each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16.
     fp8_weights: what `quantize_weights` made of w1 and w2, or None: it is made in the call and kept for backward.
     lora: low-rank factors beside w1 and w2, a `Lora`, or None. They enter the products themselves: nothing of the size
     of w1 or w2 is made. Not with precision.
@@ -303,7 +303,8 @@ def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) 
         of_pass = of_pass._replace(decode=extras.decode, factors=factors)
     if plan.quantize:
         made, weights_fp8 = plan.quantize.make(run, (pointers[3], pointers[4]), pointers[5])
-        fp8_weights, of_pass = Fp8Weights(**made), of_pass._replace(weights_fp8=weights_fp8)
+        fp8_weights = Fp8Weights(**made, gate_up=plan.options.gate_up)
+        of_pass = of_pass._replace(weights_fp8=weights_fp8)
     addresses = layer_arrays(pointers[:_LAYER])
     if isinstance(plan, experts.Forward):
         result = experts.moe_forward(run, plan, addresses, of_pass)

@@ -1,5 +1,6 @@
 """The layer, forward and backward (paper sections 2.3, 3 and 5, Algorithm 1)."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,8 @@ def _products(
     compute = compute_dtype(x)
     if fp8_weights is None:
         return Plain(w1_parts, w2, compute, x.dtype)
-    return InFp8(fp8_weights, lambda w1: _parts(w1, activation, gate_up), compute)
+    joined = functools.partial(_side_by_side, gate_up=gate_up) if gate_up == "interleaved" else None
+    return InFp8(fp8_weights, lambda w1: _parts(w1, activation, gate_up), joined, compute)
 
 
 def _side_by_side(halves: Sequence[HostArray], gate_up: str) -> HostArray:

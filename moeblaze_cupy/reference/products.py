@@ -2,7 +2,7 @@
 
 A product in e4m3 multiplies e4m3 numbers exactly, adds in float64, and only then applies the scales. x and the
 gradient of out have one for each row, y = V(a) * M(b) and the gradients of a and b one for each row and 128 columns,
-weights one for each expert and half.
+weights one for each expert and half. Interleaved columns of a and b share the scales of their 128 columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,11 +63,17 @@ def _numbers(stored: HostArray) -> HostArray:
 class InFp8:
     """Each product reads the orientation that its kernel reads, as the other may hold anything.
 
-    parts: gives the halves (E, d, h) of a w1.
+    parts: gives the halves (E, d, h) of a w1. joined: puts (n, h) of interleaved halves together; None of others.
     """
 
-    def __init__(self, weights: Fp8Weights, parts: Callable[[HostArray], Sequence[HostArray]], compute: Any) -> None:
-        self.weights, self.compute = weights, compute
+    def __init__(
+        self,
+        weights: Fp8Weights,
+        parts: Callable[[HostArray], Sequence[HostArray]],
+        joined: Callable[[Sequence[HostArray]], HostArray] | None,
+        compute: Any,
+    ) -> None:
+        self.weights, self.compute, self._joined = weights, compute, joined
         self._up_fwd, self._up_bwd = parts(weights.w1_transposed.swapaxes(1, 2)), parts(weights.w1)
         self._down_fwd, self._down_bwd = weights.w2_transposed.swapaxes(1, 2), weights.w2  # (E, h, d)
 
@@ -99,6 +105,10 @@ class InFp8:
         return self._by_row(grad_rows, _numbers(self._down_bwd[expert]).T, self.weights.w2_scales[expert, 0])
 
     def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
-        scales, halves = self.weights.w1_scales[expert], enumerate(zip(grad_ab, self._up_bwd, strict=True))
+        scales = self.weights.w1_scales[expert]
+        if self._joined is not None:
+            w1 = _numbers(self.weights.w1[expert])
+            return cast(self._by_group(self._joined(grad_ab), w1.T, scales[0]), self.compute)
+        halves = enumerate(zip(grad_ab, self._up_bwd, strict=True))
         total = sum(self._by_group(grad, _numbers(part[expert]).T, scales[half]) for half, (grad, part) in halves)
         return cast(np.asarray(total), self.compute)

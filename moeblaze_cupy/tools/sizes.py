@@ -41,12 +41,10 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
             raise CommandError(f"--memory-limit: expected {expected}, got {s.d} and {s.h}")
     if s.gate_up == "interleaved" and s.g == 1:
         raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
-    if s.precision == "fp8":
-        if tier != "sm90" or s.dtype != "bfloat16" or s.d % fp8_checks.MULTIPLE or s.h % fp8_checks.MULTIPLE:
-            expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
-            raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
-        if s.gate_up == "interleaved":
-            raise CommandError("--gate-up: expected halves with --precision fp8, got interleaved")
+    on_fp8 = tier == "sm90" and s.dtype == "bfloat16" and not (s.d % fp8_checks.MULTIPLE or s.h % fp8_checks.MULTIPLE)
+    if s.precision == "fp8" and not on_fp8:
+        expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
+        raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
     if s.lora_rank and s.precision:
         raise CommandError("--lora-rank: expected none with --precision fp8")
     if s.slots > launch_config.MAX_SLOTS:

@@ -300,6 +300,8 @@ def variants_of(arch: str) -> list:
             in_e4m3 = ("FP8", "1")
             of_fp8 = variants(bf16, row, ("gelu",), (True,), fp8=True, weights_on=("input",))
             of_fp8 += variants(bf16, row, ("swiglu_softcap",), (True,), fp8=True, biases=("weights",))
+            of_fp8 += variants(bf16, row, ("swiglu_oai",), (True,), fp8=True, fp8_saved=True, **pairs)
+            of_fp8 += variants(bf16, row, ("swiglu_softcap",), (True,), fp8=True, gate_ups=("interleaved",), **on_input)
             of_fp8 = [v for v in of_fp8 if beside.isdisjoint(v.macros)]
             of_fp8 += variants(bf16, row, swiglu, (True,), fp8=True, fp8_saved=True)
             every += [v for v in of_fp8 if in_e4m3 in v.macros]

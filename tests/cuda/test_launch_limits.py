@@ -156,7 +156,7 @@ def of_layer(draw, limits):
         w1 = (draw.weight(E, d, h, dtype),) * 2
     b1 = tuple(draw.rows(E, w.shape[2]) for w in w1) if draw.one(True, False) and not options.on_input else ()
     b2 = (draw.rows(E, d, dtype=draw.one(dtype, "float32")),) if draw.one(True, False) else ()
-    in_fp8 = limits.tier == "sm90" and dtype == "bfloat16" and not (d % 16 or h % 16) and gate_up == "halves"
+    in_fp8 = limits.tier == "sm90" and dtype == "bfloat16" and not (d % 16 or h % 16)
     precision = draw.one(None, "fp8") if in_fp8 else None
     save = draw.one("minimal", "fp8", "paper", "recompute")
     parts = [(*pair, None)[:2] if pair else (None, None) for pair in (w1, b1)]

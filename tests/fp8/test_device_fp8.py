@@ -5,7 +5,7 @@ what a kernel quantises itself the recipe in float32: scale = amax / 448, elemen
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -312,13 +312,35 @@ def test_layer(number, save):
             np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["biases", "input", "max_slots"])
-def test_options_of_the_layer(name):
-    """Biases are added to scaled products; weights on the input scale a and b; fewer rows than slots."""
-    case, rng = LAYERS[0], np.random.default_rng(1)
+PAIRS = {"gate_up": "interleaved", "activation": "swiglu_oai"}
+OPTIONS = {
+    "pairs": PAIRS | {"biases": True},
+    "biases": {"biases": True},
+    "input": {"weights_on": "input"},
+    "max_slots": {"max_slots": 200},
+    "pairs, kept in e4m3": PAIRS | {"save": "fp8"},
+    "pairs, y_swi kept": PAIRS | {"save": "paper"},
+    "pairs, computed again": PAIRS | {"save": "recompute"},
+    "pairs, input": {"gate_up": "interleaved", "weights_on": "input"},
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_layer(name, number):
+    """Biases are added to scaled products; weights on the input scale a and b; fewer rows than slots.
+
+    Pairs of gate and up end within a tile's second half, or within its first one. Their groups have both.
+    """
+    case, rng, options = LAYERS[number], np.random.default_rng(1), dict(OPTIONS[name])
+    if number == 1:
+        if "max_slots" in options:
+            options["max_slots"] = 100
+        case = replace(case, order="row", h=272)
     inputs = make_layer_inputs(case, 0, BF16)
-    b1, b2 = (rng.standard_normal((case.E, n)).astype(np.float32) for n in (2 * case.h, case.d))
-    options = {"biases": {"b1": b1, "b2": b2}, "input": {"weights_on": "input"}, "max_slots": {"max_slots": 200}}[name]
+    if options.pop("biases", False):
+        b1, b2 = (rng.standard_normal((case.E, n)).astype(np.float32) for n in (2 * case.h, case.d))
+        options |= {"b1": b1, "b2": b2}
     out, saved = reference.moe_forward(*inputs[:5], precision="fp8", **options)
     want = {"out": out, **vars(reference.moe_backward(inputs[5], saved))}
     with emulated(ONE_CLUSTER, seed=1, tier="sm90") as device:

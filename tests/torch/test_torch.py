@@ -1004,12 +1004,6 @@ def test_autocast_and_main_grad():
         ((8, 6, 4, 2), {"score": "tanh"}, ValueError, "score: expected one of 'softmax', "),
         ((8, 6, 4, 2), {"renormalize": "no"}, TypeError, "renormalize: expected True, False or None, got 'no'"),
         ((16, 8, 4, 2), {"precision": "fp8"}, ValueError, "precision: expected d and h that are multiples of 16"),
-        (
-            (16, 16, 4, 2),
-            {"precision": "fp8", "gate_up": "interleaved"},
-            ValueError,
-            "gate_up: expected 'halves' with precision='fp8', got 'interleaved'",
-        ),
     ],
 )
 def test_errors_of_the_constructor(sizes, options, error, message):

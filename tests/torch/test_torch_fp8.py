@@ -189,7 +189,6 @@ REFUSED = [
     (ValueError, "moe: fp8_weights: expected None without precision='fp8'", {"precision": None, "other": True}),
     (ValueError, "moe: fp8_weights: expected those of w1 (4, 48, 288)", {"other": True}),
     (ValueError, "moe: precision: expected one of None, 'fp8', got 'fp4'", {"precision": "fp4"}),
-    (ValueError, "moe: gate_up: expected 'halves' with precision='fp8'", {"gate_up": "interleaved"}),
     (TypeError, "moe: x: expected bfloat16 with precision='fp8', got float32", {"cast": torch.float32}),
     (ValueError, "for 'fp8', got (d, h) = (48, 140)", {"change": SHORT}),
 ]

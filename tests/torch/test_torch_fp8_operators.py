@@ -160,7 +160,7 @@ def test_transforms():
 BAD = {
     "dtype": lambda x, w1, w2: ({"x": x.float(), "w1": w1.float(), "w2": w2.float()}, {}),
     "size": lambda x, w1, w2: ({"w1": (w1[:, :, :20], w1[:, :, 32:52]), "w2": w2[:, :20]}, {"ready": True}),
-    "gate_up": lambda x, w1, w2: ({}, {"gate_up": "interleaved"}),
+    "gate_up": lambda x, w1, w2: ({}, {"gate_up": "interleaved", "ready": True}),
     "another layer": lambda x, w1, w2: ({"w1": w1[:2], "w2": w2[:2]}, {"ready": True}),
     "precision": lambda x, w1, w2: ({}, {"precision": "fp4"}),
     "no precision": lambda x, w1, w2: ({}, {"precision": None, "ready": True}),

@@ -60,15 +60,17 @@ def change(model):
             parameter.mul_(-1.25)
 
 
-def test_training_beside_bf16():
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_training_beside_bf16(model_type):
     """Gradients of experts: e4m3 costs a layer up to 0.07, in layer 0 that of layer 1 as well. What the experts'
     outputs are added to has no such error. No token of these goes to another expert for it."""
-    wanted, got = step(model_of("moeblaze")), step(model_of())
+    wanted, got = (step(model_of(name, model_type)) for name in ("moeblaze", NAME))
     assert wanted.keys() == got.keys()
     for name, value in wanted.items():
         error = ((got[name] - value).float().norm() / value.float().norm()).item()
         if "experts" in name:
-            assert 0.02 <= error <= (0.07 if "layers.1" in name else 0.14), name
+            assert "bias" in name or error >= 0.02, name
+            assert error <= (0.07 if "layers.1" in name else 0.14), name
         assert name != "logits" or error <= 0.07
 
 
@@ -172,8 +174,6 @@ def test_what_is_not_served_is_named():
         logits(tiny("qwen3_moe", NAME))
     with pytest.raises(ValueError, match=r"for 'fp8', got \(d, h\) = \(32, 24\)"):
         logits(model_of(moe_intermediate_size=24))
-    with pytest.raises(ValueError, match="moe: gate_up: expected 'halves' with precision='fp8'"):
-        logits(model_of(model_type="gpt_oss"))
     model = model_of()
     model.get_submodule(NAMES[1]).act_fn = torch.nn.Tanh()
     for call in (logits, backend.quantize_weights):
