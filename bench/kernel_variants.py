@@ -47,6 +47,8 @@ def variants(
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     found |= dict.fromkeys(variant for form in formats for variant in (*decode.variants(form), encode.variant(form)))
+    if "mxfp4" in formats:
+        found[Variant("decode_e4m3.cu", "")] = None
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry, gate_up, bias in itertools.product(
         dtypes, orders, activations, aligned, entries, gate_ups, biases

@@ -525,8 +525,9 @@ class MoE(torch.nn.Module):
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         checks.one_of("MoE", "expert_format", expert_format, (None, *WEIGHT_FORMATS))
-        if expert_format is not None and precision is not None:
-            raise checks.bad_value("MoE", "precision", "None with expert_format", repr(precision))
+        if expert_format not in (None, "mxfp4") and precision is not None:
+            expected = "None with expert_format, unless that is 'mxfp4'"
+            raise checks.bad_value("MoE", "precision", expected, f"{precision!r} and {expert_format!r}")
         if expert_format is not None:
             torch_quantised.check_widths("MoE", expert_format, d_model, d_hidden)
         self.expert_format, self._d_hidden = expert_format, d_hidden
@@ -653,9 +654,9 @@ class MoE(torch.nn.Module):
         Raises TypeError, ValueError or RuntimeError as that function does, and where the experts are frozen already.
         """
         w1, w2 = self._whole_weights("MoE: quantize_experts")
-        if self.precision is not None:
-            raise checks.bad_value("MoE: quantize_experts", "precision", "None", repr(self.precision))
         checks.one_of("MoE: quantize_experts", "format", format, WEIGHT_FORMATS)
+        if self.precision is not None and format != "mxfp4":
+            raise checks.bad_value("MoE: quantize_experts", "format", "'mxfp4' with precision='fp8'", repr(format))
         torch_quantised.check_widths("MoE: quantize_experts", format, *w2.shape[1:])
         made = quantised.quantize_experts(w1.transpose(1, 2), w2.transpose(1, 2), format)
         self.expert_format = format

@@ -18,8 +18,10 @@ from moeblaze_cupy.cuda.runtime import Launch, Runtime
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.frameworks import Buffer, Layout, Torch
 from moeblaze_cupy.gemm.products import Operand, Weight
+from moeblaze_cupy.types import LayerArrays
 
 E4M3 = "uint8"  # the dtype that holds it
+E4M3_DTYPES = (E4M3, "float8_e4m3fn")  # CuPy's and torch's
 
 
 class Weights(NamedTuple):
@@ -46,6 +48,13 @@ def weights(E: int, d: int, h: int, halves: int, interleaved: bool = False) -> W
         Weight.of(layout(h, d, False)),
         Weight.of(layout(d, halves * h, False), half),
     )
+
+
+def of_bfloat16(layer: LayerArrays) -> LayerArrays:
+    """Returns the layouts with weights in e4m3, which are decoded ones, as the bf16 that they stand for."""
+    parts = {name: getattr(layer, name) for name in ("w1_gate", "w2")}
+    decoded = {name: part._replace(dtype="bfloat16") for name, part in parts.items() if part.dtype in E4M3_DTYPES}
+    return layer._replace(**decoded)
 
 
 @dataclass(frozen=True, eq=False)

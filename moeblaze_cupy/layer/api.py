@@ -19,7 +19,7 @@ from moeblaze_cupy.layer import backward, chunks
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.lora import checks as lora_checks
-from moeblaze_cupy.quantised import scratch
+from moeblaze_cupy.quantised import scratch, scratch_e4m3
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
     FACTORS,
@@ -264,17 +264,24 @@ def _forward_of_frozen(
     frozen: dict[str, QuantizedWeight], layer: LayerArrays, options: LayerOptions, extras: LayerExtras, function: str
 ) -> tuple[Any, SavedForBackward | None]:
     """Runs `forward` with these weights in four or eight bits: it reads arrays that they are decoded to."""
-    if options.precision is not None:
-        raise checks.bad_value(function, "precision", "None with QuantizedWeight", repr(options.precision))
     if layer.w1_up is not None:
         raise checks.bad_type(function, "w1", "arrays in a pair, or one QuantizedWeight of both", "a pair with one")
-    decoded = scratch.decoded(function, frozen)
+    checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
+    decoded: scratch.Decoded | scratch_e4m3.DecodedE4m3
+    if options.precision is None:
+        decoded = scratch.decoded(function, frozen)
+    else:
+        if extras.fp8_weights is not None:
+            raise checks.bad_value(function, "fp8_weights", "None with QuantizedWeight", type(extras.fp8_weights))
+        decoded = scratch_e4m3.decoded(function, frozen, options.gate_up)
+        extras = extras._replace(fp8_weights=decoded.fp8_weights)
     of_frozen = extras._replace(decode=decoded.decode, frozen=tuple(frozen), decoded_bytes=decoded.nbytes)
     out, saved = forward(decoded.layer(layer), options, of_frozen, function)
     if saved is None:
         return out, None
     decoded.keep()
-    return out, dataclasses.replace(saved, arrays=saved.arrays.with_weights(frozen), decoded_by=decoded.number)
+    arrays = saved.arrays.with_weights(frozen)
+    return out, dataclasses.replace(saved, arrays=arrays, decoded_by=decoded.number, fp8_weights=None)
 
 
 def _launched_forward(look: Lookup, record: Record, extras: LayerExtras | None) -> tuple[Any, SavedForBackward | None]:
@@ -360,6 +367,9 @@ def _checked_forward(
     in_e4m3 = call.described["x"]
     if extras.x_scales is not None:  # the checks see what the rows stand for
         call.described["x"] = dataclasses.replace(in_e4m3, dtype=call.described["w2"].dtype)
+    if options.precision is not None:
+        decoded = [name for name in extras.frozen if call.described[name].dtype in fp8.E4M3_DTYPES]
+        call.described |= {n: dataclasses.replace(call.described[n], dtype="bfloat16") for n in decoded}
     d = LayerArrays(*map(call.described.get, names))
     checks.layer(function, d, options)
     checks.identity_experts(function, options, d.w2)

@@ -485,7 +485,7 @@ def _recomputed(
         run.launch(steps.dequantize_saved, made.ptr, index[EXPERT_TOKEN_OFFSETS], arrays.first_layer)
     if steps.up_fwd:
         if extras.decode is not None:
-            extras.decode(run, index[EXPERT_TOKEN_OFFSETS], "w1")
+            extras.decode(run, index[EXPERT_TOKEN_OFFSETS], "up_fwd")
         bias = steps.up_bias.halves(layer.b1_gate, layer.b1_up) if steps.up_bias else (0, 0)
         x, up, of_up_fwd, x_e4m3 = layer.x, steps.up.halves(layer.w1_gate, layer.w1_up), PLAIN, None
         if steps.x_in_e4m3 and weights_fp8:
@@ -522,7 +522,7 @@ def _down_bwd(
     if not steps.down_bwd:
         return _DownBwd(None, None, None, None)
     if extras.decode is not None:
-        extras.decode(run, grad_rows[EXPERT_TOKEN_OFFSETS], "w2")
+        extras.decode(run, grad_rows[EXPERT_TOKEN_OFFSETS], "down_bwd")
     w2, first_layer, first_layer_grad, weighted = arrays.layer.w2, *to
     weights_fp8, factors = extras.weights_fp8, extras.factors
     grad, down, of_down_bwd = arrays.grad_out, (w2, w2), PLAIN
@@ -585,7 +585,7 @@ def _up_bwd_pass(
             made = steps.lora1.gradients(run, *of_pair, factors.a1)
     if steps.up_bwd:
         if extras.decode is not None:
-            extras.decode(run, index[EXPERT_TOKEN_OFFSETS], "w1")
+            extras.decode(run, index[EXPERT_TOKEN_OFFSETS], "up_bwd")
         rows, up = first_layer_grad, steps.up.halves(layer.w1_gate, layer.w1_up)
         if steps.in_e4m3 and extras.weights_fp8 and in_e4m3:
             rows, up = in_e4m3[0].ptr, steps.in_e4m3.weights.up_bwd.halves(extras.weights_fp8.w1)

@@ -20,7 +20,7 @@ from moeblaze_cupy.layer import backward, chunks, weight_gradients
 from moeblaze_cupy.layer.api import map_saved, pass_extras, values_and_scales
 from moeblaze_cupy.layer.forward import PLAIN_PASS, PassExtras
 from moeblaze_cupy.layer.weight_gradients import Totals
-from moeblaze_cupy.quantised import scratch
+from moeblaze_cupy.quantised import scratch, scratch_e4m3
 from moeblaze_cupy.rows.push import Destination
 from moeblaze_cupy.types import (
     FACTORS,
@@ -401,7 +401,10 @@ def run_backward(
         ]
         layouts = [array and array.layout for array in described]
         into_layouts = tuple(_by_name(accumulate, layouts[len(given) :]).items())
-        form = BackwardArrays.of(layouts[:_READ]), saved.options, how, into_layouts, call.limits, _index_layout(index)
+        read = BackwardArrays.of(layouts[:_READ])
+        if saved.options.precision is not None:
+            read = read._replace(layer=fp8.of_bfloat16(read.layer))
+        form = read, saved.options, how, into_layouts, call.limits, _index_layout(index)
         plan: backward.Backward | chunks.BackwardChunks
         if isinstance(index, ChunkedIndices):
             plan = chunks.configure_backward(*form, index.chunk_tokens)
@@ -447,8 +450,12 @@ def _backward_of_frozen(
         expected = f"no gradient of {' and '.join(asked)}, frozen in four or eight bits"
         raise checks.bad_value(function, "needs", expected, needs)
     needs = checks.gradient_names(function, saved.default_gradients if needs is None else needs, saved.gradients)
-    decoded = scratch.decoded(function, frozen, "saved.", saved.decoded_by)
-    read = dataclasses.replace(saved, arrays=decoded.layer(saved.arrays))
+    decoded: scratch.Decoded | scratch_e4m3.DecodedE4m3
+    if saved.options.precision is None:
+        decoded = scratch.decoded(function, frozen, "saved.", saved.decoded_by)
+    else:
+        decoded = scratch_e4m3.decoded(function, frozen, saved.options.gate_up, "saved.")
+    read = dataclasses.replace(saved, arrays=decoded.layer(saved.arrays), fp8_weights=decoded.fp8_weights)
     try:
         of_read = function, grad_out, read, needs, keep_saved, accumulate
         result = run_backward(*of_read, extras._replace(decode=decoded.decode))

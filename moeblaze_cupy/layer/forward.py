@@ -255,7 +255,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     out, wait, weights_fp8, x_scales, _, to, decode, factors, _, kept, _ = extras
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets, kept.lists)
     if decode is not None:
-        decode(run, index[EXPERT_TOKEN_OFFSETS], "w1", begins=True)
+        decode(run, index[EXPERT_TOKEN_OFFSETS], "up_fwd", begins=True)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
     if wait is not None:
         wait()
@@ -307,7 +307,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
         u2, of_down_fwd, beside_down = steps.lora2.make(run, index, y_swi_ptr, (factors.a2, factors.b2), of_down_fwd)
     if steps.down_fwd:
         if decode is not None:
-            decode(run, index[EXPERT_TOKEN_OFFSETS], "w2")
+            decode(run, index[EXPERT_TOKEN_OFFSETS], "down_fwd")
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, squares if steps.down_fwd.square else index)
         panels.sum_of_rows(
             run,

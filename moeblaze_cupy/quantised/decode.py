@@ -1,4 +1,4 @@
-"""Weights in four and eight bits as bf16, in the order in which they are packed: kernels_cu/quantised/decode.cu."""
+"""Weights in four and eight bits as bf16, or mxfp4 as e4m3: kernels_cu/quantised/decode.cu and decode_e4m3.cu."""
 
 import math
 
@@ -67,3 +67,40 @@ def step(weight: QuantizedWeight, scales_dtype: str) -> Launch:
     """The launch for a weight that has passed its checks."""
     scale = "Nested" if weight.nested is not None else "Single" if scales_dtype == "float32" else "E8m0"
     return configure(weight.format, weight.shape, weight.block, scale)
+
+
+E4M3_ADDRESSES = ("data", "scales", "tops", "expert_token_offsets", "out", "out_scales")
+
+
+def tops_bytes(E: int, groups: int) -> int:
+    """Returns the bytes that the launches of `steps_e4m3` need beside their results."""
+    return E * groups * quantised_config.E4M3_PARTS
+
+
+@cached
+def steps_e4m3(shape: tuple[int, int, int], groups: int, scales_ld: int, transposed: bool) -> tuple[Launch, Launch]:
+    """The launches for a weight in mxfp4 of shape (E, K, N): the largest scales, then e4m3. Addresses: all but offsets.
+
+    groups: 1, or 2 for scales of each half of the N rows. scales_ld: of the result (E, scales_ld), which repeats the
+    last group's. transposed: the result is (E, K, N), else (E, N, K).
+    """
+    E, K, N = shape
+    threads, parts = quantised_config.DECODE_THREADS, quantised_config.E4M3_PARTS
+    sizes = {"size": N * K, "N": N, "K": K, "groups": groups, "scales_ld": scales_ld}
+    if transposed:
+        rows, columns = quantised_config.E4M3_TILE
+        blocks, why = (
+            launch_config.ceil_div(N, rows) * launch_config.ceil_div(K, columns),
+            f"tiles of {rows} x {columns}",
+        )
+    else:
+        chunk = threads * quantised_config.E4M3_STEPS * 16
+        blocks, why = launch_config.ceil_div(N * K, chunk), f"{chunk} elements of an expert per block"
+
+    def launch(name: str, grid: tuple[int, int], because: str) -> Launch:
+        variant = loader.entry("decode_e4m3.cu", name)
+        return Launch(variant, grid, threads, E4M3_ADDRESSES, sizes, why=(because,))
+
+    name = "mxfp4_to_e4m3_transposed" if transposed else "mxfp4_to_e4m3"
+    tops = launch("mxfp4_tops", (parts, E * groups), f"{parts} blocks for each expert and group of rows")
+    return tops, launch(name, (blocks, E), why)

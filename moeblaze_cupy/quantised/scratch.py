@@ -39,8 +39,9 @@ class _Memory(NamedTuple):
     holds: str = ""  #: in turn, the name of the weight that is there
 
 
-# By framework, device and stream. A call in progress has its memory to itself, so threads do not share one.
-_kept: dict[tuple[Any, int, int], _Memory] = {}
+# By framework, device, stream, and in `scratch_e4m3` the dtype. A call in progress has its memory to itself, so threads
+# do not share one.
+_kept: dict[tuple[Any, ...], Any] = {}
 _limit: int | None = None  # bytes
 
 
@@ -71,6 +72,19 @@ def release_scratch() -> None:
     _kept.clear()
 
 
+def take_memory(place: tuple[Any, ...]) -> Any:
+    """Returns the memory that `keep_memory` was last given for this place, or None."""
+    return _kept.pop(place, None)
+
+
+def keep_memory(place: tuple[Any, ...], memory: Any) -> None:
+    """Keeps the memory of a call that has launched all that reads it."""
+    _kept[place] = memory
+
+
+_READ = {"up_fwd": "w1", "up_bwd": "w1", "down_fwd": "w2", "down_bwd": "w2"}  # the weight of each product
+
+
 @dataclass(eq=False)
 class Decoded:
     """The arrays that a call of the layer reads in place of its frozen weights.
@@ -98,18 +112,20 @@ class Decoded:
     def layer(self, of: LayerArrays) -> LayerArrays:
         return of.with_weights(self.arrays)
 
-    def decode(self, run: Runtime, expert_token_offsets: int, name: str = "", begins: bool = False) -> None:
+    fp8_weights = None  #: there are some in `scratch_e4m3`
+
+    def decode(self, run: Runtime, expert_token_offsets: int, product: str = "", begins: bool = False) -> None:
         """Decodes the experts that have tokens, unless that has been done.
 
-        begins: these are new index lists, for which both weights are decoded, unless they come in turn. name: "w1" or
-        "w2", before each product that reads it, to decode that one if they do.
+        begins: these are new index lists, for which both weights are decoded, unless they come in turn. product: which
+        is about to read its weight, to decode that one if they do.
         """
         in_turn = self._memory is not None and self._memory.in_turn
         if begins and in_turn:
             self._lists += 1
             if self._lists > 1:  # other experts have tokens
                 self._holds = ""
-        wanted = {name} - {"", self._holds} if in_turn else {"w1", "w2"} if begins else ()
+        wanted = {_READ.get(product, "")} - {"", self._holds} if in_turn else {"w1", "w2"} if begins else ()
         for of, launch, parts, out in self._launches:
             if of in wanted:
                 run.launch(launch, *parts, expert_token_offsets, out)
@@ -117,7 +133,7 @@ class Decoded:
 
     def keep(self) -> None:
         if self._place is not None and self._memory is not None:
-            _kept[self._place] = self._memory._replace(holds=self._holds if self._lists == 1 else "")
+            keep_memory(self._place, self._memory._replace(holds=self._holds if self._lists == 1 else ""))
 
 
 def decoded(function: str, weights: Mapping[str, QuantizedWeight], prefix: str = "", number: int = 0) -> Decoded:
@@ -150,9 +166,9 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], prefix: str =
         capturing = loader.is_capturing(run.stream)
         place = run.framework, run.device, run.stream
         # A graph has memory of its own: other calls write what is kept here between its replays.
-        memory = None if capturing else _kept.pop(place, None)
+        memory = None if capturing else take_memory(place)
         shapes = {name: weight.shape for name, weight in weights.items()}
-        in_turn = _is_in_turn(function, arguments, shapes)
+        in_turn = is_in_turn(function, arguments, shapes)
         fits = memory is not None and memory.shapes == shapes and memory.in_turn == in_turn
         has_decoded = fits and memory is not None and number != 0 and memory.number == number
         holds = memory.holds if memory is not None and has_decoded else ""
@@ -172,24 +188,26 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], prefix: str =
     return Decoded(arrays, memory.number, None if capturing else place, memory, to_do, tuple(look.given), holds)
 
 
-def _is_in_turn(function: str, arguments: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def is_in_turn(
+    function: str, arguments: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], dtype: str = _DTYPE
+) -> bool:
     """Whether these weights are decoded to one place. Raises ValueError where the larger one does not fit.
 
     arguments: what messages call the weights.
     """
     if _limit is None:
         return False
-    sizes = _sizes(shapes)
+    sizes = _sizes(shapes, dtype)
     largest = max(sizes, key=sizes.__getitem__)
     if sizes[largest] > _limit:
-        expected = f"a weight of at most {_limit} bytes in {_DTYPE}, the limit of limit_scratch"
+        expected = f"a weight of at most {_limit} bytes in {dtype}, the limit of limit_scratch"
         raise checks.bad_value(function, arguments[largest], expected, f"{sizes[largest]} bytes")
     return sum(sizes.values()) > _limit
 
 
-def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def _sizes(shapes: Mapping[str, tuple[int, ...]], dtype: str = _DTYPE) -> dict[str, int]:
     """Returns the bytes of decoded weights by name."""
-    return {name: math.prod(shape) * ITEMSIZE[_DTYPE] for name, shape in shapes.items()}
+    return {name: math.prod(shape) * ITEMSIZE[dtype] for name, shape in shapes.items()}
 
 
 def _buffers(run: Runtime, shapes: Mapping[str, tuple[int, ...]], in_turn: bool) -> dict[str, Buffer]:

@@ -12,9 +12,11 @@ import numpy as np
 
 from moeblaze_cupy.reference.fp8 import MIN_NORMAL, amax_over, from_e4m3, scaling, to_e4m3
 from moeblaze_cupy.reference.numerics import HostArray
-from moeblaze_cupy.types import QuantizedWeight
+from moeblaze_cupy.types import Fp8Weights, QuantizedWeight
 
 MXFP4_BLOCK, NF4_BLOCK, NESTED_BLOCK = 32, 64, 256
+E4M3_RANGE = 6  # the exponent of two of e2m1's codes in e4m3 where a group's scale is largest: 6 * 2^6 is below 448
+LEAST_TOP = 7  # the least scale byte that sets a group's scale, which is no denormal then
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the magnitudes of the codes 0 to 7; 8 is the sign
 # Quantiles of a normal distribution, by Dettmers et al. (QLoRA, arXiv 2305.14314), as bitsandbytes has them.
 NF4 = np.array(
@@ -105,6 +107,34 @@ def dequantize(weight: QuantizedWeight) -> HostArray:
             values = decode(expert_of(weight, expert), N, K)
             out[expert] = rounded(values, dtype).reshape(N, K)
     return out
+
+
+def mxfp4_as_e4m3(weight: QuantizedWeight, groups: int) -> tuple[HostArray, HostArray]:
+    """Returns bytes of e4m3 (E, N, K), and float32 scales (E, groups), which are powers of two.
+
+    A group is a part of the N rows. Its scale is 2^(top - 133), top being the largest scale byte of its blocks, at
+    least 7 and not counting 255. Numbers of blocks whose byte is top - 14 or more are exact. Others are rounded.
+    """
+    E, K, N = weight.shape
+    scales = weight.scales.reshape(E, groups, N // groups, K // MXFP4_BLOCK)
+    top = np.where(scales == 255, 0, scales).astype(np.int32).max(axis=(2, 3), initial=LEAST_TOP)
+    packed = weight.data.reshape(E, N, K // 2)
+    codes = np.stack((packed & 15, packed >> 4), axis=3).reshape(E, groups, N // groups, K // MXFP4_BLOCK, MXFP4_BLOCK)
+    exponents = scales.astype(np.int32) - top[:, :, None, None] + E4M3_RANGE
+    magnitudes = to_e4m3(np.ldexp(E2M1[codes & 7], exponents[..., None]))
+    magnitudes[scales == 255] = 0x7F
+    stored: HostArray = (magnitudes | (codes & 8) << 4).reshape(E, N, K)
+    return stored, np.ldexp(np.float32(1), top - 127 - E4M3_RANGE)
+
+
+def fp8_weights(w1: QuantizedWeight, w2: QuantizedWeight, gate_up: str) -> Fp8Weights:
+    """Returns what precision="fp8" multiplies in place of weights in mxfp4; see `mxfp4_as_e4m3`."""
+    halves = w1.shape[2] // w2.shape[1]
+    groups = 1 if gate_up == "interleaved" else halves
+    (up, up_scales), (down, down_scales) = mxfp4_as_e4m3(w1, groups), mxfp4_as_e4m3(w2, 1)
+    in_rows = [np.ascontiguousarray(stored.swapaxes(1, 2)) for stored in (up, down)]
+    of_halves = np.array(np.broadcast_to(up_scales, (len(up), halves)))
+    return Fp8Weights(in_rows[0], up, of_halves, in_rows[1], down, down_scales, gate_up)
 
 
 def _without_denormals(scales: HostArray) -> HostArray:

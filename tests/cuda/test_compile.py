@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import math
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from moeblaze_cupy.frameworks import Layout
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import variants as gemm_variants
 from moeblaze_cupy.lora import config as lora_config
+from moeblaze_cupy.quantised import config as quantised_config
 from moeblaze_cupy.router import config as router_config
 from moeblaze_cupy.router import launches as router
 from moeblaze_cupy.router.options import RouterOptions
@@ -68,6 +70,7 @@ REGISTER_CAPS = {
     "pull.cu": 80,
     "push.cu": 64,
     "decode.cu": 64,
+    "decode_e4m3.cu": 80,  # three blocks of 256 threads on a multiprocessor
     "encode.cu": 168,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
@@ -91,7 +94,7 @@ def spill_cap(variant) -> int:
     return UNALIGNED_SPILL_CAP if macros.get("ALIGNED") == "0" else ALIGNED_SPILL_CAP
 
 
-SM89_DIFFERS = ("quantize.cu", "saved_fp8.cu", "slots.cu", "decode.cu", "encode.cu")
+SM89_DIFFERS = ("quantize.cu", "saved_fp8.cu", "slots.cu", "decode.cu", "decode_e4m3.cu", "encode.cu")
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
 
@@ -187,6 +190,7 @@ def entry_names(variant) -> set[str]:
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},
         "clear.cu": {"clear"},
+        "decode_e4m3.cu": {"mxfp4_tops", "mxfp4_to_e4m3", "mxfp4_to_e4m3_transposed"},
         "bound_slots.cu": {"bound_slots"},
         "square_tiles.cu": {"square_tiles"},
         "rank_experts.cu": {"rank_experts"},
@@ -208,6 +212,7 @@ def static_shared_cap(variant, limits) -> int:
     arrays["pull.cu"] = 4 * rows_config.PULL_SLOT_ROWS
     arrays["square_tiles.cu"] = 4 * (gemm_config.TILES_THREADS + gemm_config.TILES_THREADS // 32)
     arrays["decode.cu"] = 4 * 16 * 32  # a table for each bank
+    arrays["decode_e4m3.cu"] = 2 * 256 * 8 + math.prod(quantised_config.E4M3_TILE)  # two tables and a tile
     for name, tile in (("pack", lora_config.LORA_PACK_TILE), ("sums", lora_config.LORA_SUMS_TILE)):
         arrays[f"lora_{name}.cu"] = 4 * (tile + tile // 32)
     arrays["quantize.cu"] = fp8_config.QUANTIZE_TILE**2
@@ -427,6 +432,8 @@ WRONG = [
     ("quantize.cu", "TILE", 64),
     ("quantize.cu", "THREADS", 512),
     ("decode.cu", "THREADS", 2048),
+    ("decode_e4m3.cu", "PARTS", 8),
+    ("decode_e4m3.cu", "TILE_COLUMNS", 192),
     ("encode.cu", "THREADS", 2048),
     ("saved_fp8.cu", "WARPS", 64),
     ("saved_fp8.cu", "GROUP_COLUMNS", 120),

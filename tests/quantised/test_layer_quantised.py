@@ -426,7 +426,7 @@ def bad_calls():
         ),
         (
             mb.moe_forward,
-            (*given, w1, w2),
+            (*given, *frozen("nf4")),
             {"precision": "fp8"},
             ValueError,
             "moe_forward: precision: expected None with",
