@@ -15,6 +15,7 @@ import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy import frameworks as arrays  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe  # noqa: E402
 from moeblaze_cupy.types import WEIGHT_FORMATS  # noqa: E402
+from tests.quantised.test_layer_e4m3 import in_e4m3  # noqa: E402
 from tests.quantised.test_layer_quantised import SIZES, decoded, frozen, inputs_of, with_biases  # noqa: E402
 
 NAMES = (*WEIGHT_FORMATS, "mxfp8")
@@ -62,6 +63,48 @@ def test_moe(name, options, dtype):
     inputs, packed, plain, grad_out, options = case(name, dtype, **options)
     got = gradients(moe(*inputs, *packed, **options), grad_out, inputs, options)
     assert_equal(got, gradients(moe(*inputs, *plain, **options), grad_out, inputs, options))
+
+
+def fp8_weights_of(gate_up="halves"):
+    """Those of `case`'s weights, made by the test."""
+    made = in_e4m3(*frozen("mxfp4"), gate_up)
+    fields = {name: to_torch(value) for name, value in vars(made).items() if isinstance(value, np.ndarray)}
+    of_e4m3 = {name: t.view(torch.float8_e4m3fn) for name, t in fields.items() if t.dtype == torch.uint8}
+    return mb.Fp8Weights(**(fields | of_e4m3), gate_up=gate_up)
+
+
+@pytest.mark.parametrize("options", [{}, {"save": "recompute"}, {"gate_up": "interleaved", "biases": True}], ids=str)
+def test_products_in_e4m3(options):
+    """Nothing in e4m3 is kept for backward."""
+    inputs, packed, plain, grad_out, options = case("mxfp4", torch.bfloat16, **options)
+    options["precision"], saved = "fp8", []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = moe(*inputs, *packed, **options)
+    assert not [t for t in saved if t.dtype == torch.float8_e4m3fn]
+    got = gradients(out, grad_out, inputs, options)
+    made = fp8_weights_of(options.get("gate_up", "halves"))
+    assert_equal(got, gradients(moe(*inputs, *plain, **options, fp8_weights=made), grad_out, inputs, options))
+    with torch.no_grad():
+        assert torch.equal(moe(*inputs, *packed, **options), got[0])
+
+
+def test_modules_with_products_in_e4m3():
+    """Packed before or afterwards; near the same experts with products in bf16."""
+    own, exact = (module(dtype=torch.bfloat16, precision=precision) for precision in ("fp8", None))
+    own.quantize_experts("mxfp4")
+    exact.quantize_experts("mxfp4")
+    loaded = module(dtype=torch.bfloat16, precision="fp8", expert_format="mxfp4")
+    loaded.load_state_dict(own.state_dict())
+    x = torch.randn(30, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = []
+    for layer in (own, loaded, exact):
+        given = x.clone().requires_grad_()
+        out = layer(given)
+        out.backward(torch.ones_like(out))
+        found.append((out.detach(), given.grad, layer.router.grad))
+    assert_equal(*found[:2])
+    for got, want in zip(found[0], found[2], strict=True):
+        assert 0.01 < (got - want).float().norm() / want.float().norm() < 0.1
 
 
 def test_one_weight_trains_beside_a_frozen_one():
@@ -125,7 +168,12 @@ def test_messages():
             ValueError,
             "moe: accumulate_into_main_grad: expected False with",
         ),
-        (packed, {"precision": "fp8"}, ValueError, "moe: precision: expected None with QuantizedWeight"),
+        (
+            case("nf4")[1],
+            {"precision": "fp8"},
+            ValueError,
+            "moe: precision: expected None with QuantizedWeight, unless",
+        ),
         ((packed[0]._replace(data=packed[0].data.numpy()), packed[1]), {}, TypeError, "moe: w1.data: expected a torch"),
         (packed, {"save": None}, ValueError, "moe: save: expected a policy that keeps something"),
     ]:
@@ -217,8 +265,12 @@ def test_fsdp2_shards_bytes():
 def test_messages_of_the_module():
     with pytest.raises(ValueError, match="MoE: expert_format: expected one of None, 'mxfp4'"):
         module(expert_format="fp4")
-    with pytest.raises(ValueError, match="MoE: precision: expected None with expert_format, got 'fp8'"):
+    expected = "None with expert_format, unless that is 'mxfp4', got 'fp8' and 'nf4'"
+    with pytest.raises(ValueError, match=f"^MoE: precision: expected {expected}$"):
         module(expert_format="nf4", precision="fp8")
+    expected = "MoE: quantize_experts: format: expected 'mxfp4' with precision='fp8', got 'nf4'"
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        module(precision="fp8", dtype=torch.bfloat16).quantize_experts("nf4")
     for sizes, form, message in (
         ((40, 32), "mxfp4", "d_model: expected a multiple of 32 for 'mxfp4', got 40"),
         ((64, 30), "nf4", "d_hidden: expected a multiple of 8 for 'nf4', got 30"),
@@ -296,3 +348,40 @@ def test_weights_in_turn_on_the_gpu(save):
             run(*packed)
     finally:
         mb.limit_scratch(None)
+
+
+@pytest.mark.gpu
+def test_products_in_e4m3_in_a_graph_on_the_gpu():
+    """Replays give the bits of eager calls, with another layer's decoding before each."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("products in e4m3 are Hopper's alone")
+    layers = [
+        MoE(
+            512, 256, 8, 2, device="cuda", dtype=torch.bfloat16, precision="fp8", gate_up=order, activation="swiglu_oai"
+        )
+        for order in ("interleaved", "halves")
+    ]
+    for layer in layers:
+        layer.quantize_experts("mxfp4")
+    x = torch.randn(700, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    grad_out = torch.randn_like(x)
+
+    def step():
+        out = layers[0](x)
+        return out.detach(), *torch.autograd.grad(out, [x, layers[0].router], grad_out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            want = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for _ in range(2):
+        layers[1](x)
+        for tensor in captured:
+            tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, want))

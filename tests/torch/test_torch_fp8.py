@@ -212,21 +212,33 @@ def test_modules_name_what_they_do_not_serve():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("save", ["minimal", "fp8"])
+@pytest.mark.parametrize("save", ["minimal", "fp8", "recompute"])
+@pytest.mark.parametrize("gate_up", ["halves", "interleaved"])
 @pytest.mark.parametrize("k", [1, 2])
-def test_on_the_gpu(k, save, on_hopper):
-    """As the reference of the recipe; the same bits again. L, d and h of several tiles, groups and k-steps."""
+def test_on_the_gpu(k, gate_up, save, on_hopper):
+    """As the reference of the recipe; the same bits again. L, d and h of several tiles, groups and k-steps.
+
+    Interleaved columns have the activation and the biases of gpt-oss.
+    """
     case = Case(L=700, k=k, E=4, d=1040, h=400, order="transposed", routing="absent")
     inputs = make_layer_inputs(case, 0, ml_dtypes.bfloat16)
+    options, names = {"save": save, "precision": "fp8", "gate_up": gate_up}, ["out", "x", "weights", "w1", "w2"]
+    biases = {}
+    if gate_up == "interleaved":
+        rng = np.random.default_rng(1)
+        biases = {n: rng.standard_normal((case.E, c)).astype(np.float32) for n, c in (("b1", 800), ("b2", case.d))}
+        options["activation"] = "swiglu_oai"
     x, ids, weights, w1, w2, grad_out = inputs
-    out, saved = reference.moe_forward(x, ids, weights, w1, w2, save=save, precision="fp8")
+    out, saved = reference.moe_forward(x, ids, weights, w1, w2, **options, **biases)
     want = {"out": out, **vars(reference.moe_backward(grad_out, saved))}
     x, ids, weights, w1, w2, grad_out = (Torch.from_numpy(array).cuda() for array in inputs)
+    options |= {name: Torch.from_numpy(array).cuda() for name, array in biases.items()}
     found = []
-    for fp8_weights in (mb.quantize_weights(w1, w2), None):
-        out, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save, precision="fp8", fp8_weights=fp8_weights)
+    for fp8_weights in (mb.quantize_weights(w1, w2, gate_up=gate_up), None):
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, **options, fp8_weights=fp8_weights)
         found.append({"out": out, **vars(mb.moe_backward(grad_out, saved))})
-    for name in ("out", "x", "weights", "w1", "w2"):
+    for name in (*names, *biases):
         exact, got = want[name].astype(np.float64), found[0][name]
-        assert np.linalg.norm(got.double().cpu().numpy() - exact) <= 0.02 * np.linalg.norm(exact), name
+        error = np.linalg.norm(got.double().cpu().numpy() - exact) / np.linalg.norm(exact)
+        assert error <= 0.02, (name, error)
         assert torch.equal(got, found[1][name]), name
