@@ -6,7 +6,8 @@ Decoding of both weights of a layer is timed by each format, beside a copy that 
 A pass is forward and backward of a frozen layer on arrays, with the gradients of x and of the router weights. Forward
 and backward each decode both weights, as in a model of many layers; "once" is a pass whose backward finds what forward
 decoded. Decoded weights are compared with the CPU's bit for bit, and passes with those on decoded weights, before they
-are timed. Windows of calls back to back follow one another in random order.
+are timed. Windows of calls back to back follow one another in random order. "in e4m3" is mxfp4 as e4m3, in forward's
+order and in backward's, and a pass with precision="fp8" on Hopper, which is compared with float64.
 
 Errors are no times: how far output and gradients of a frozen layer with factors of rank 16 move by the format, against
 float64 on the weights that were packed. Beside them is the arithmetic's part, against float64 on the decoded weights.
@@ -24,6 +25,10 @@ import torch
 import moeblaze_cupy as mb
 from bench import accuracy, cases, fp8, inputs, lora, measure, table, verify
 from bench.bench_experts import GPT_OSS, with_biases
+from moeblaze_cupy.cuda.runtime import Runtime
+from moeblaze_cupy.frameworks import Torch
+from moeblaze_cupy.quantised import decode
+from moeblaze_cupy.reference import quantised as reference
 from moeblaze_cupy.types import WEIGHT_FORMATS
 
 ROUNDS = 4  # of which the first is dropped
@@ -31,7 +36,8 @@ TOKENS = 4096, 16384
 CASES = cases.GPT_OSS_20B, cases.LAYERS["qwen30b"]
 TINY = cases.LayerCase("tiny", 48, 128, 128, 4, 2, "for machines without a GPU")
 OF_PASSES = ("mxfp4", "nf4", "e4m3")
-BF16 = "bf16"
+BF16, IN_E4M3 = "bf16", "mxfp4, in e4m3"
+E4M3_TOLERANCE = 0.1  # of a norm: that of rows in e4m3, as bench/fp8.py has it for layers
 OF_ERRORS = cases.LayerCase("d512", 4096, 512, 256, 8, 2, "few experts"), lora.CASES["qwen30b_4k"]
 RANK_16 = lora.Way(16)
 Pair = tuple[mb.QuantizedWeight, mb.QuantizedWeight]
@@ -96,6 +102,45 @@ def decoding(case: cases.LayerCase, window: float, rounds: int) -> list[dict]:
     return rows
 
 
+def as_e4m3(weight: mb.QuantizedWeight, groups: int, transposed: bool) -> Callable[[], torch.Tensor]:
+    """A call that decodes it to e4m3 and returns the bytes, after a comparison of the first expert's with the CPU's."""
+    (E, K, N), data = weight.shape, weight.data
+    run = Runtime.current(Torch, data.device.index)
+    steps = decode.steps_e4m3(weight.shape, groups, groups, transposed)
+    out = torch.empty((E, K, N) if transposed else (E, N, K), dtype=torch.uint8, device=data.device)
+    tops = torch.empty(decode.tops_bytes(E, groups), dtype=torch.uint8, device=data.device)
+    scales = torch.empty(E, groups, device=data.device)
+    addresses = *(t.data_ptr() for t in (data, weight.scales, tops)), 0, out.data_ptr(), scales.data_ptr()
+
+    def call() -> torch.Tensor:
+        for step in steps:
+            run.launch(step, *addresses)
+        return out
+
+    first = weight._replace(data=data[:1].cpu().numpy(), scales=weight.scales[:1].cpu().numpy(), shape=(1, K, N))
+    want, got = torch.from_numpy(reference.mxfp4_as_e4m3(first, groups)[0]), call()[:1].cpu()
+    same = torch.equal(got.mT if transposed else got, want)
+    assert same, "e4m3: other numbers than on the CPU; a wrong result gets no time"
+    return call
+
+
+def decoding_e4m3(case: cases.LayerCase, window: float, rounds: int) -> list[dict]:
+    """The rows of mxfp4 as e4m3, as those of `decoding`."""
+    if not inputs.has_gpu():
+        return []
+    made, rows = inputs.layer_inputs(replace(case, L=1)), []
+    weights = mb.quantize_experts(made["w1"], made["w2"], "mxfp4")
+    nbytes = sum(weight.nbytes for weight in weights) + 3 * case.E * case.d * case.h
+    source, target = (torch.empty(nbytes // 2, dtype=torch.uint8, device=made["w1"].device) for _ in range(2))
+    for name, transposed in ((IN_E4M3, False), (f"{IN_E4M3}, transposed", True)):
+        both = [as_e4m3(weight, groups, transposed) for weight, groups in zip(weights, (2, 1), strict=True)]
+        calls = {"decode": measure.in_a_row(both), "copy": functools.partial(target.copy_, source)}
+        seconds = fp8.in_turn(calls, window, rounds)
+        speeds = {f"{what}_gb_per_s": nbytes / seconds[what] / 1e9 for what in seconds}
+        rows.append({"case": case.name, "format": name, "bytes": nbytes, "ms": seconds["decode"] * 1e3, **speeds})
+    return rows
+
+
 def passes(case: cases.LayerCase, L: int, window: float, rounds: int) -> list[dict]:
     """A row of each kind of weights, with milliseconds."""
     is_gpt_oss = case.name.startswith("gptoss")
@@ -104,8 +149,9 @@ def passes(case: cases.LayerCase, L: int, window: float, rounds: int) -> list[di
     kind = {"activation": GPT_OSS.activation, "gate_up": GPT_OSS.gate_up} if is_gpt_oss else {}
     options = {**kind, "b1": made.get("b1"), "b2": made.get("b2")}
 
-    def run(w1: Any, w2: Any, again: bool = True) -> tuple[torch.Tensor, ...]:
-        out, saved = mb.moe_forward(made["x"], made["ids"], made["weights"], w1, w2, **options)
+    def run(w1: Any, w2: Any, again: bool = True, precision: str | None = None) -> tuple[torch.Tensor, ...]:
+        of_call = {**options, "precision": precision}
+        out, saved = mb.moe_forward(made["x"], made["ids"], made["weights"], w1, w2, **of_call)
         if again:
             mb.release_scratch()  # as if another layer had run
         grads = mb.moe_backward(made["grad_out"], saved, needs=("x", "weights"))
@@ -119,6 +165,12 @@ def passes(case: cases.LayerCase, L: int, window: float, rounds: int) -> list[di
             calls[label] = functools.partial(run, *packed, again=again)
             same = all(torch.equal(a, b) for a, b in zip(calls[label](), want, strict=True))
             assert same, f"{label} on {case.name}: other bits than on decoded weights; a wrong result gets no time"
+        if name == "mxfp4" and not (inputs.has_gpu() and torch.cuda.get_device_capability() != (9, 0)):
+            calls[IN_E4M3] = functools.partial(run, *packed, precision="fp8")
+            got = dict(zip(("out", "x", "weights"), calls[IN_E4M3](), strict=True))
+            plain = {name: mb.dequantize(weight).mT for name, weight in zip(("w1", "w2"), packed, strict=True)}
+            found = lora.errors_of(made | plain, lora.kind_of(case), None, got)
+            assert max(found.values()) < E4M3_TOLERANCE, f"{IN_E4M3} on {case.name}: {found}; it gets no time"
     seconds = fp8.in_turn(calls, window, rounds)
     mb.release_scratch()
     return [{"case": case.name, "L": L, "weights": name, "ms": s * 1e3} for name, s in seconds.items()]
@@ -209,7 +261,7 @@ def main(*argv: str) -> None:
     chosen, tokens, of_errors = ((TINY,), (TINY.L,), (TINY,)) if args.tiny else (CASES, TOKENS, OF_ERRORS)
     how = measure.SWING_SECONDS, ROUNDS
     record = measure.record(**{part: [] for part in PARTS})
-    calls = [("decode", functools.partial(decoding, case, *how)) for case in chosen]
+    calls = [("decode", functools.partial(of, case, *how)) for case in chosen for of in (decoding, decoding_e4m3)]
     calls += [("passes", functools.partial(passes, case, L, *how)) for case in chosen for L in tokens]
     calls += [("errors", functools.partial(errors, case, data)) for case in of_errors for data in accuracy.KINDS]
     for part, call in calls:

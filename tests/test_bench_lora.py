@@ -81,6 +81,7 @@ def test_formats_make_tables_and_a_record(tmp_path, capsys):
         if row["format"] in bits:
             assert row["bytes"] == weights * (bits[row["format"]] + 16) / 8
     kinds = ["bf16", *(f"{name}{how}" for name in quantised.OF_PASSES for how in ("", ", once"))]
+    kinds.insert(3, quantised.IN_E4M3)
     assert [(row["L"], row["weights"]) for row in record["passes"]] == [(48, kind) for kind in kinds]
     assert len(lines) == 3 + len(formats) + len(kinds) + len(record["errors"])
     assert lines[0].endswith("of a copy") and lines[1 + len(formats)].endswith("of bf16")

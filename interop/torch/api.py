@@ -419,6 +419,7 @@ class MoE(torch.nn.Module):
     which quantises again. Where `CopyEngines.attach` has these parameters travel in e4m3, both use what came, and
     torch.compile calls the experts between its graphs.
     expert_format: None, or a format of `moeblaze_cupy.quantize_experts`: the experts are frozen, in four or eight bits.
+    With precision="fp8" that is "mxfp4".
     In place of w1_storage and w2_storage, which are None, there are parameters w1_data, w1_scales, w2_data and
     w2_scales: bytes (uint8) with E first, that require no gradient and that no cast of the module's floats changes.
     They are zeros, for a state that is loaded; `quantize_experts` makes them of a module's own weights.

@@ -70,14 +70,12 @@ struct Tables {
 
     // Also stores the expert's scales, by one block of it.
     __device__ __forceinline__ void make(const DecodeE4m3Params& p, int expert) {
+        for (int group = 0; group < p.groups; ++group) {
+            unsigned top = max(unsigned(p.tops[(expert * p.groups + group) * PARTS + threadIdx.x % PARTS]), LEAST_TOP);
 #pragma unroll
-        for (int group = 0; group < 2; ++group) {
-            if (group >= p.groups) break;
-            const uint4 parts = load_global_16(p.tops + (expert * p.groups + group) * PARTS);
-            unsigned top = largest_byte(LEAST_TOP, parts.x);
-            top = largest_byte(largest_byte(largest_byte(top, parts.y), parts.z), parts.w);
+            for (int step = PARTS / 2; step > 0; step >>= 1) top = max(top, __shfl_xor_sync(0xffffffffu, top, step));
             const unsigned s = threadIdx.x;
-            // 2^(6 + s - top), or a number that is 0 in e4m3
+            // 2^(6 + s - top), or 0 where that is 0 in e4m3
             const float unit = __uint_as_float(s + 60 < top ? 0u : s + 133 - top << 23);
             uint2 found = make_uint2(0x7F7F7F7Fu, 0x7F7F7F7Fu);
             if (s != NAN_BYTE) {
@@ -140,32 +138,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_to_e4m3_transposed(c
     // A thread has blocks of four rows and 16 columns: eight lanes span half a tile's columns. In shared memory a column has
     // TILE_ROWS bytes. The swizzle of its words keeps the stores and the loads free of bank conflicts.
     constexpr int ROWS = 4, BLOCKS = TILE_ROWS * TILE_COLUMNS / (ROWS * LANE_ELEMENTS) / THREADS, LANES = 8;
-    constexpr int COLUMN_WORDS = TILE_ROWS / 4;
-    static_assert(TILE_COLUMNS == BLOCKS * LANES * LANE_ELEMENTS && TILE_ROWS == THREADS / LANES * ROWS, "the tile's blocks");
+    constexpr int COLUMN_WORDS = TILE_ROWS / 4, BLOCK_COLUMNS = LANES * LANE_ELEMENTS, STORED_COLUMNS = THREADS / LANES;
+    static_assert(TILE_COLUMNS == BLOCKS * BLOCK_COLUMNS && TILE_ROWS == THREADS / LANES * ROWS, "the tile's blocks");
+    static_assert(TILE_ROWS == LANES * 16, "eight lanes store a column");
     __shared__ Tables tables;
     __shared__ __align__(16) unsigned words[TILE_COLUMNS * COLUMN_WORDS];
     auto word = [](int column, int w) { return column * COLUMN_WORDS + (w ^ column / LANE_ELEMENTS % LANES * 4); };
-    const int expert = blockIdx.y;
+    const int expert = blockIdx.y, group_of_threads = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     if (has_no_tokens(p, expert)) return;
     const int column_tiles = (p.K + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int n0 = blockIdx.x / column_tiles * TILE_ROWS, k0 = blockIdx.x % column_tiles * TILE_COLUMNS;
-    const int line = threadIdx.x / LANES * ROWS, column = threadIdx.x % LANES * LANE_ELEMENTS;  // of the first block
-    const bool row_inside = n0 + line < p.N;
+    const int line = group_of_threads * ROWS, column = lane * LANE_ELEMENTS;  // of the thread's first block
     const unsigned group = p.groups == 2 && n0 + line >= p.N / 2;
+    const int64 first = expert * p.size + int64(n0 + line) * p.K + k0 + column;
+    const unsigned char *data = p.data + first / 2, *scales = p.scales + first / 32;
     uint2 codes[BLOCKS][ROWS];
     unsigned bytes[BLOCKS][ROWS];
 #pragma unroll
-    for (int i = 0; i < BLOCKS; ++i)
+    for (int i = 0; i < BLOCKS; ++i) {
+        const bool inside = n0 + line < p.N && k0 + column + i * BLOCK_COLUMNS < p.K;
 #pragma unroll
         for (int j = 0; j < ROWS; ++j) {
-            const int k = k0 + column + i * LANES * LANE_ELEMENTS;
             codes[i][j] = make_uint2(0, 0), bytes[i][j] = 0;
-            if (row_inside && k < p.K) {
-                const int64 at = expert * p.size + int64(n0 + line + j) * p.K + k;
-                codes[i][j] = load_once_8(p.data + at / 2);
-                bytes[i][j] = p.scales[at / 32];
+            if (inside) {
+                codes[i][j] = load_once_8(data + j * (p.K / 2) + i * BLOCK_COLUMNS / 2);
+                bytes[i][j] = scales[j * (p.K / 32) + i * BLOCK_COLUMNS / 32];
             }
         }
+    }
     tables.make(p, expert);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
@@ -176,20 +176,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_to_e4m3_transposed(c
         transpose_bytes(v[0].y, v[1].y, v[2].y, v[3].y);
         transpose_bytes(v[0].z, v[1].z, v[2].z, v[3].z);
         transpose_bytes(v[0].w, v[1].w, v[2].w, v[3].w);
-        const int first = column + i * LANES * LANE_ELEMENTS;
+        unsigned* const to = words + word(column + i * BLOCK_COLUMNS, line / 4);  // the swizzle is that of all 16 columns
 #pragma unroll
         for (int j = 0; j < ROWS; ++j) {
-            words[word(first + j, line / 4)] = v[j].x;
-            words[word(first + 4 + j, line / 4)] = v[j].y;
-            words[word(first + 8 + j, line / 4)] = v[j].z;
-            words[word(first + 12 + j, line / 4)] = v[j].w;
+            to[j * COLUMN_WORDS] = v[j].x, to[(4 + j) * COLUMN_WORDS] = v[j].y;
+            to[(8 + j) * COLUMN_WORDS] = v[j].z, to[(12 + j) * COLUMN_WORDS] = v[j].w;
         }
     }
     __syncthreads();
+    unsigned char* out = p.out + expert * p.size + int64(k0 + group_of_threads) * p.N + n0 + lane * 16;
+    const bool inside = n0 + lane * 16 < p.N;
 #pragma unroll
-    for (int i = 0; i < TILE_ROWS * TILE_COLUMNS / 16 / THREADS; ++i) {
-        const int k = (i * THREADS + threadIdx.x) / LANES, n = threadIdx.x % LANES * 16;
-        const uint4 v = *reinterpret_cast<const uint4*>(words + word(k, n / 4));
-        if (k0 + k < p.K && n0 + n < p.N) store_global_16(p.out + expert * p.size + int64(k0 + k) * p.N + n0 + n, v);
+    for (int i = 0; i < TILE_COLUMNS / STORED_COLUMNS; ++i) {
+        const int k = i * STORED_COLUMNS + group_of_threads;
+        const uint4 v = *reinterpret_cast<const uint4*>(words + word(k, lane * 4));
+        if (inside && k0 + k < p.K) store_global_16(out, v);
+        out += int64(STORED_COLUMNS) * p.N;
     }
 }

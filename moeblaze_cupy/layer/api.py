@@ -187,7 +187,9 @@ def moe_forward(
     as absent; saved.index.dropped says how many.
     precision: None, or "fp8": the products but those of weight gradients multiply e4m3, with a float32 scale for each
     token of x and of out's gradient, for each row and 128 columns of V(a) * M(b) and of the gradients of a, b, and for
-    each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16.
+    each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16. `QuantizedWeight` have to be
+    w1 and w2 in "mxfp4", whose numbers become e4m3 with scales that are powers of two: exact where the scales of an
+    expert's blocks, and of a half's, differ by at most 2^14, else within 2^-10 of such a scale.
     fp8_weights: what `quantize_weights` made of w1 and w2, or None: it is made in the call and kept for backward.
     lora: low-rank factors beside w1 and w2, a `Lora`, or None. They enter the products themselves: nothing of the size
     of w1 or w2 is made. Not with precision.

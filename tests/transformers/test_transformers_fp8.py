@@ -93,6 +93,27 @@ def test_save_policies():
         assert all(torch.equal(got[key], value) for key, value in wanted.items())
 
 
+@pytest.mark.parametrize(
+    ("model_type", "width"), [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")]
+)
+def test_packed_experts(model_type, width):
+    """mxfp4 beside products in bf16 on the same numbers; the rest of the model has the same bits."""
+    model = model_of(NAME, model_type, **{width: 32})
+    model.requires_grad_(False)
+    assert backend.pack_experts(model, "mxfp4") == NAMES
+    got = logits(model)
+    model.set_experts_implementation("moeblaze")
+    wanted = logits(model)
+    assert 0.001 <= ((got - wanted).float().norm() / wanted.float().norm()).item() <= 0.05
+    model = model_of(NAME, model_type, **{width: 32})
+    model.requires_grad_(False)
+    backend.pack_experts(model, "int8")
+    with pytest.raises(
+        ValueError, match=r"^moe: precision: expected None with QuantizedWeight, unless w1 and w2 are in"
+    ):
+        logits(model)
+
+
 def test_weights_are_those_of_the_forward(quantised):
     model = model_of()
     for _ in range(2):
