@@ -43,7 +43,7 @@ __device__ __forceinline__ unsigned largest_byte(unsigned found, unsigned word) 
     return found;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_tops(const DecodeE4m3Params p) {
+__device__ __forceinline__ void find_tops(const DecodeE4m3Params& p) {
     __shared__ unsigned of_warps[THREADS / 32];
     const int expert = blockIdx.y / p.groups;
     if (has_no_tokens(p, expert)) return;
@@ -101,7 +101,7 @@ __device__ __forceinline__ uint4 e4m3_of(uint2 codes, uint2 magnitudes) {
                       e4m3_of(codes.y >> 16, magnitudes));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_to_e4m3(const DecodeE4m3Params p) {
+__device__ __forceinline__ void decode_in_order(const DecodeE4m3Params& p) {
     __shared__ Tables tables;
     const int expert = blockIdx.y;
     if (has_no_tokens(p, expert)) return;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void transpose_bytes(unsigned& v0, unsigned& v1, unsi
     v2 = __byte_perm(b, d, 0x5410), v3 = __byte_perm(b, d, 0x7632);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_to_e4m3_transposed(const DecodeE4m3Params p) {
+__device__ __forceinline__ void decode_transposed(const DecodeE4m3Params& p) {
     // A thread has blocks of four rows and 16 columns: eight lanes span half a tile's columns. In shared memory a column has
     // TILE_ROWS bytes. The swizzle of its words keeps the stores and the loads free of bank conflicts.
     constexpr int ROWS = 4, BLOCKS = TILE_ROWS * TILE_COLUMNS / (ROWS * LANE_ELEMENTS) / THREADS, LANES = 8;
@@ -194,3 +194,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_to_e4m3_transposed(c
         out += int64(STORED_COLUMNS) * p.N;
     }
 }
+
+#define MXFP4_ENTRY(NAME, FUNCTION) \
+    extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_##NAME(const DecodeE4m3Params p) { FUNCTION(p); }
+MXFP4_ENTRY(tops, find_tops)
+MXFP4_ENTRY(to_e4m3, decode_in_order)
+MXFP4_ENTRY(to_e4m3_transposed, decode_transposed)

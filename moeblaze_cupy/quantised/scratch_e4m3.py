@@ -129,18 +129,22 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], gate_up: str,
             room = max(sizes) if in_turn else sum(sizes)
             memory = _Memory(sizes, in_turn, run.empty((room,), "float8_e4m3fn" if run.framework is Torch else "uint8"))
         scales = [run.empty((shapes[name][0], number), "float32") for name, number in (("w1", halves), ("w2", 1))]
-    arrays, fields, steps = {}, [], {}
+    arrays: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    steps: dict[str, tuple[_Step, _Addresses]] = {}
     for i, (name, (E, K, N)) in enumerate(shapes.items()):
         start = 0 if in_turn else sum(sizes[:i])
         view = memory.buffer.array[start : start + sizes[i]]
         packed = reshaped(view, (E, N, K))
         arrays[name] = packed.swapaxes(1, 2)
-        fields += [reshaped(view, (E, K, N)), packed, scales[i].array]
-        addresses = _Addresses(*look.pointers[2 * i : 2 * i + 2], memory.buffer.ptr + start, scales[i].ptr)
+        both = {name: reshaped(view, (E, K, N)), f"{name}_transposed": packed}
+        fields |= {**both, f"{name}_scales": scales[i].array}
+        data, of_data = look.pointers[2 * i : 2 * i + 2]
+        addresses = _Addresses(data, of_data, memory.buffer.ptr + start, scales[i].ptr)
         steps |= {product: (getattr(record.plan, product), addresses) for product in PRODUCTS[name]}
     nbytes = memory.buffer.array.nbytes
     kept = None if capturing else place, memory, (*look.given, *scales)
-    return DecodedE4m3(arrays, Fp8Weights(*fields, gate_up), nbytes, 0, steps, *kept)
+    return DecodedE4m3(arrays, Fp8Weights(**fields, gate_up=gate_up), nbytes, 0, steps, *kept)
 
 
 def _configure(shapes: Mapping[str, tuple[int, int, int]], gate_up: str, halves: int) -> _Steps:
