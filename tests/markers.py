@@ -48,6 +48,7 @@ CASES = {
     "tests/parallel/test_rank_processes.py::test_a_case_fails_alone": (ALL, 0),
     "tests/quantised/test_decode.py::test_machine_code_keeps_denormals_and_stores_16_bytes": (ALL, 0),
     "tests/quantised/test_encode.py::test_machine_code_keeps_denormals": (ALL, 0),
+    "tests/quantised/test_layer_e4m3.py::test_on_the_emulator": (4, 1),
     "tests/quantised/test_layer_quantised.py::test_a_captured_call_decodes_for_itself": (ALL, 0),
     "tests/quantised/test_layer_quantised.py::test_another_stream_has_memory_of_its_own": (ALL, 0),
     "tests/quantised/test_layer_quantised.py::test_on_the_emulator": (ALL, 2),

@@ -263,17 +263,18 @@ def experts_in_fp8(rank, size, group):
     def experts_of(kind="Qwen3Moe", **options):
         return model_of(kind, "moeblaze_fp8", **options).bfloat16().model.layers[0].mlp.experts
 
-    want = experts_of(moe_intermediate_size=32)(*inputs)
-    (grad,) = torch.autograd.grad(want.sum(), x)
-    for save in ("minimal", "fp8", "recompute"):
-        experts = experts_of(moe_intermediate_size=32)
-        parallelize_experts(experts, mesh, save=save, precision="fp8")
-        out = experts(*inputs)
-        assert torch.equal(out, want)
-        x.grad = None
-        out.sum().backward()
-        assert save == "fp8" or torch.equal(x.grad, grad)
-        assert all(parameter.grad is not None for parameter in experts.parameters())
+    for kind, width in (("GptOss", "intermediate_size"), ("Qwen3Moe", "moe_intermediate_size")):
+        want = experts_of(kind, **{width: 32})(*inputs)
+        (grad,) = torch.autograd.grad(want.sum(), x)
+        for save in ("minimal", "fp8", "recompute"):
+            experts = experts_of(kind, **{width: 32})
+            parallelize_experts(experts, mesh, save=save, precision="fp8")
+            out = experts(*inputs)
+            assert torch.equal(out, want)
+            x.grad = None
+            out.sum().backward()
+            assert save == "fp8" or torch.equal(x.grad, grad)
+            assert all(parameter.grad is not None for parameter in experts.parameters())
     if hasattr(DistributedConfig, "ep_implementation"):
 
         class InFp8(transformers_parallel.ExpertParallel):
