@@ -93,8 +93,6 @@ def variants(
         ):
             if stored_y_swi and (weights_on_input or e4m3 or in_fp8):  # then down_bwd reads no y_swi
                 continue
-            if of_lora and e4m3:
-                continue
             if of_lora == "spare" and square and bias_dtype is not None:  # see gemm_config.lora_in_spare
                 continue
             variant = gemm_variant(

@@ -1,12 +1,15 @@
 """Low-rank factors beside frozen experts: a pass with them, beside the experts alone and beside W + BA in memory.
 
-python -m bench.lora --out FILE.json [--case gptoss20b,qwen30b_4k] [--tiny]
+python -m bench.lora --out FILE.json [--case gptoss20b,qwen30b_4k] [--precision fp8] [--tiny]
 
 A pass is forward and backward on arrays. "frozen" has the gradients of x and of the router weights, "r = N" has those
 of the factors too. "W + BA" is what an adapter does that knows the weights alone: each forward makes W + BA, backward
 makes the gradients of whole weights, and these are reduced to those of the factors. The output and every gradient are
 compared with float64 before a pass is timed. Windows of calls back to back follow one another in random order. The peak
 is that of torch's allocator, with the results. The times of kernels are of a few passes under the profiler.
+
+With --precision fp8 the ways are bf16 and e4m3, each without factors and with them, on weights that were quantised
+before.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from bench.bench_experts import FORMULAS, GPT_OSS, KINDS, Kind, with_biases
 from moeblaze_cupy.types import FACTORS
 
 ROUNDS = 4  # of which the first is dropped
+FP8_TOLERANCE = 0.08  # relative norm; correct layers in e4m3 are at 0.04 to 0.06
 PROFILED = 4  # passes
 SCALES = 0.5, 2.0
 _QWEN = cases.LAYERS["qwen30b"]
@@ -42,11 +46,12 @@ CASES = {
 
 
 class Way(NamedTuple):
-    """rank: of both pairs of factors, None without any. in_memory: W + BA is made."""
+    """rank: of both pairs of factors, None without any. in_memory: W + BA is made. precision: of the products."""
 
     rank: int | None
     dtype: torch.dtype = torch.float32
     in_memory: bool = False
+    precision: str | None = None
 
 
 FROZEN = "frozen"
@@ -57,6 +62,12 @@ WAYS = {
     "r = 16, bf16 factors": Way(16, torch.bfloat16),
     "W + BA, r = 16": Way(16, in_memory=True),
 }
+
+
+IN_BOTH = ("frozen", None), ("r = 16", 16), ("r = 64", 64)
+WAYS_IN_E4M3 = {name: Way(rank) for name, rank in IN_BOTH}
+WAYS_IN_E4M3 |= {f"{name}, e4m3": Way(rank, precision="fp8") for name, rank in IN_BOTH}
+CASES_IN_E4M3 = {case.name: replace(case, L=16384) for case in (cases.GPT_OSS_20B, _QWEN, cases.LAYERS["mixtral"])}
 
 
 def kind_of(case: cases.LayerCase) -> Kind:
@@ -159,18 +170,27 @@ def peak_with_results(call: Callable[[], object]) -> float | None:
     return measure.peak_mib(without_results)
 
 
-def measured(case: cases.LayerCase, window: float = measure.SWING_SECONDS, rounds: int = ROUNDS) -> list[dict]:
-    """A row of each way. Raises AssertionError for a wrong result."""
-    kind, order = kind_of(case), "row" if kind_of(case) is GPT_OSS else "transposed"
+def measured(
+    case: cases.LayerCase,
+    window: float = measure.SWING_SECONDS,
+    rounds: int = ROUNDS,
+    ways: dict[str, Way] = WAYS,
+) -> list[dict]:
+    """A row of each way. Raises AssertionError for a wrong result. Products in e4m3 take no columns of gpt-oss."""
+    kind = KINDS[0] if ways is WAYS_IN_E4M3 else kind_of(case)
+    order = "row" if kind is GPT_OSS else "transposed"
     made = inputs.layer_inputs(case, order)
     made = with_biases(made) if kind.bias else made
-    options = {"activation": kind.activation, "gate_up": kind.gate_up}
+    plain = {"activation": kind.activation, "gate_up": kind.gate_up}
+    in_e4m3: dict[str, Any] = {}
+    if ways is WAYS_IN_E4M3:
+        in_e4m3 = {**plain, "precision": "fp8", "fp8_weights": mb.quantize_weights(made["w1"], made["w2"])}
     calls, rows = {}, []
-    for name, way in WAYS.items():
-        lora = factors_of(case, way)
+    for name, way in ways.items():
+        lora, options = factors_of(case, way), in_e4m3 if way.precision else plain
         call = functools.partial(in_memory if way.in_memory else fused, made, options, lora)
         errors = errors_of(made, kind, lora, call())
-        wrong = verify.problems(errors, made["x"].dtype)
+        wrong = verify.problems(errors, made["x"].dtype, FP8_TOLERANCE if way.precision else None)
         assert wrong is None, f"{name} on {case.name}: {wrong}; a wrong result gets no time"
         about = {"case": case.name, "shape": case.shape, "activation": kind.activation, "order": order, "way": name}
         rows.append({**about, "errors": errors, "peak_mib": peak_with_results(call), "kernels": kernels(call)})
@@ -191,19 +211,22 @@ def text(rows: list[dict]) -> list[str]:
 
 def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.lora", description=__doc__.splitlines()[0])
-    parser.add_argument("--case", default=",".join(CASES), metavar="CASES", help="(%(default)s)")
+    parser.add_argument("--case", metavar="CASES", help=f"({','.join(CASES)})")
+    parser.add_argument("--precision", choices=["fp8"], help=f"for {', '.join(CASES_IN_E4M3)} with 16k tokens")
     parser.add_argument("--tiny", action="store_true", help="one small layer, also without a GPU")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record")
     args = parser.parse_args(argv or None)
-    names = args.case.split(",")
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"argument --case: expected names among {', '.join(CASES)}, got {', '.join(unknown)}")
+    known, ways = (CASES_IN_E4M3, WAYS_IN_E4M3) if args.precision else (CASES, WAYS)
+    names = args.case.split(",") if args.case else list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"argument --case: expected names among {', '.join(known)}, got {', '.join(unknown)}")
     if not args.tiny:
         inputs.expect_gpu(parser)
     rows: list[dict] = []
     record = measure.record(rows=rows)
-    for case in [cases.TINY] if args.tiny else [CASES[name] for name in names]:
-        rows += measured(case)
+    tiny = replace(cases.TINY, h=32)  # e4m3 takes multiples of 16
+    for case in [tiny] if args.tiny else [known[name] for name in names]:
+        rows += measured(case, ways=ways)
         measure.release()
         if args.out:  # after each case, as a run may be cut
             measure.write_record(record, args.out)

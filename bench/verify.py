@@ -75,8 +75,9 @@ def relative_errors(case, inputs: dict, out: torch.Tensor, grads: dict[str, torc
     return {name: (error / norm) ** 0.5 if norm else error**0.5 for name, (error, norm) in sums.items()}
 
 
-def problems(errors: dict[str, float], dtype: torch.dtype) -> str | None:
-    """What is wrong, in words, or None. A NaN is wrong."""
-    tolerance = TOLERANCE if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
+def problems(errors: dict[str, float], dtype: torch.dtype, tolerance: float | None = None) -> str | None:
+    """What is wrong, in words, or None. A NaN is wrong. tolerance: that of the dtype if None."""
+    if tolerance is None:
+        tolerance = TOLERANCE if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
     wrong = [f"{name} {error:.2g}" for name, error in errors.items() if not error <= tolerance]
     return f"relative error above {tolerance:g}: {', '.join(wrong)}" if wrong else None

@@ -45,6 +45,17 @@ def test_ways_with_factors_make_a_table_and_a_record(tmp_path, capsys):
         assert row["errors"].keys() == (GRADIENTS if row["way"] == lora.FROZEN else GRADIENTS | FACTORS)
 
 
+def test_ways_in_e4m3_stand_beside_bf16(capsys):
+    lora.main("--tiny", "--precision", "fp8")
+    ways = [re.split(r"  +", line)[1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert ways == ["frozen", "r = 16", "r = 64", "frozen, e4m3", "r = 16, e4m3", "r = 64, e4m3"]
+    rows = lora.measured(replace(cases.TINY, h=32), ways=lora.WAYS_IN_E4M3)
+    for in_bf16, in_e4m3 in zip(rows[:3], rows[3:], strict=True):
+        assert in_bf16["errors"].keys() == in_e4m3["errors"].keys()
+        for name, error in in_bf16["errors"].items():
+            assert error < 0.01 < 0.04 < in_e4m3["errors"][name], name
+
+
 def test_gpt_oss_has_its_biases_and_columns():
     """Its results are compared with those of gpt-oss's formula, from which a layer without biases would differ."""
     rows = lora.measured(replace(cases.TINY, name="gptoss_tiny"))

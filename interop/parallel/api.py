@@ -131,6 +131,8 @@ def _check_forms(
         raise checks.bad_value(function, "precision", "None with QuantizedWeight", repr(precision))
     if lora is not None:
         lora_checks.given(function, lora)
+        if precision is not None:
+            raise checks.bad_value(function, "precision", "None with lora", repr(precision))
     if accumulate and (frozen or lora is not None):
         expected = "False with lora or QuantizedWeight"
         raise checks.bad_value(function, "accumulate_into_main_grad", expected, repr(accumulate))

@@ -108,8 +108,8 @@ def moe(
     w1, w2: either may be `QuantizedWeight` of tensors that require no gradient. Its parts are saved for backward, which
     decodes them again.
     lora: low-rank factors beside w1 and w2, as of `moeblaze_cupy.moe_forward`. Those that require a gradient get one in
-    their dtype, and so do w1 and w2 if they require it. autocast leaves factors in float32. Not with precision or
-    accumulate_into_main_grad.
+    their dtype, and so do w1 and w2 if they require it. autocast leaves factors in float32. accumulate_into_main_grad
+    is then refused.
     torch.compile calls a layer with `QuantizedWeight` or lora between its graphs. Tensor subclasses and transforms of
     torch.func are refused beside them.
     precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
@@ -375,16 +375,15 @@ def _size(argument: str, value: int, most: int | None = None) -> int:
     return size
 
 
-def _lora_rank(rank: int | None, alpha: float | None, precision: str | None, accumulate: bool) -> int | None:
+def _lora_rank(rank: int | None, alpha: float | None, accumulate: bool) -> int | None:
     """Checks the options of MoE that go with low-rank factors."""
     if rank is None:
         if alpha is not None:
             raise checks.bad_value("MoE", "lora_alpha", "None without lora_rank", repr(alpha))
         return None
     size = _size("lora_rank", rank, lora_checks.MAX_RANK)
-    for option, value, usual in (("precision", precision, None), ("accumulate_into_main_grad", accumulate, False)):
-        if value:
-            raise checks.bad_value("MoE", option, f"{usual} with lora_rank", repr(value))
+    if accumulate:
+        raise checks.bad_value("MoE", "accumulate_into_main_grad", "False with lora_rank", repr(accumulate))
     if alpha is not None:
         lora_checks.scale("MoE", "lora_alpha", alpha)
     return size
@@ -532,7 +531,7 @@ class MoE(torch.nn.Module):
         if expert_format is not None:
             torch_quantised.check_widths("MoE", expert_format, d_model, d_hidden)
         self.expert_format, self._d_hidden = expert_format, d_hidden
-        lora_rank = _lora_rank(lora_rank, lora_alpha, precision, accumulate_into_main_grad)
+        lora_rank = _lora_rank(lora_rank, lora_alpha, accumulate_into_main_grad)
         self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
         self.memory_limit = checks.memory_limit("MoE", memory_limit, lora=lora_rank)
         self.router = parameter(routed, d_model)

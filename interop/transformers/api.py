@@ -90,18 +90,14 @@ def _falls_back(fallback: bool | None) -> bool:
 
 
 def _takes_adapters(module: Any) -> bool:
-    """Whether the forward of the module is this layer's, and hands factors on: products in e4m3 have none."""
+    """Whether the forward of the module is this layer's, and hands factors on."""
     if lora.TAKES in vars(module):
         takes: bool = vars(module)[lora.TAKES]
         return takes
     if is_bound(module):
-        return module.moeblaze_options.get("precision") is None
-    if (
-        not private.is_dispatched(module)
-        or _PRECISIONS.get(private.experts_implementation(module), "other") is not None
-    ):
-        return False
-    return has_own_forward(module)
+        return True
+    is_ours = private.is_dispatched(module) and private.experts_implementation(module) in _PRECISIONS
+    return is_ours and has_own_forward(module)
 
 
 def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str, ...]:

@@ -65,9 +65,8 @@ def bind(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) ->
         if kind == "LongcatFlashExperts" and module.gate_up_proj is None:
             return "it has no experts with weights"
         reason = next(filter(None, map(_irreplaceable, replaced)), "")
-        adapts = options.get("precision") is None
         reason = reason or formula_of(module, PATCHES[kind].activation).reason
-        reason = reason or _bypassed(module, PATCHES[kind].parts, adapts)
+        reason = reason or _bypassed(module, PATCHES[kind].parts)
         if reason:
             return reason
         for part, forward in replaced.items():
@@ -97,13 +96,13 @@ def set_held_bound(name: str, module: Any, hold: bool) -> bool:
     return set_held(name, module, parameters, w1, w2, "halves", hold)
 
 
-def _bypassed(module: Any, parts: Mapping[str, str], adapts: bool) -> str:
+def _bypassed(module: Any, parts: Mapping[str, str]) -> str:
     """Returns which part does more in a call than its class does, so that its weights do not tell all, or "".
 
-    adapts: whether the layer takes the factors of peft's adapters around a part.
+    The layer takes the factors of peft's adapters around a part.
     """
     for name, kind in parts.items():
-        part = lora.unwrapped(getattr(module, name))[0] if adapts else getattr(module, name)
+        part = lora.unwrapped(getattr(module, name))[0]
         if type(part).__name__ != kind or "forward" in part.__dict__ or private.has_hooks(part):
             return f"its {name} is wrapped or has hooks"
     return ""
@@ -114,8 +113,7 @@ def _forward_of(patch: Patch) -> Callable[..., Any]:
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         formula, adapters = formula_of(self, patch.activation), lora.taken(self)
-        adapts = self.moeblaze_options.get("precision") is None
-        reason = formula.reason or _bypassed(self, patch.parts, adapts)
+        reason = formula.reason or _bypassed(self, patch.parts)
         packed = quantised.packed(self)
         if not reason:
             weights = patch.weights(self) if packed is None else Weights(*packed, packed)

@@ -19,7 +19,7 @@
 //   LORA              The products of lora_rows, of lora_rows.cu, and of the expert's low-rank factor are added. With
 //                     LORA_STAGES they begin the sums, and have stages of their own, filled by TMA, which writes zeros past
 //                     the ranks. With LORA_IN_SPARE they end them, and the factor's 16 ranks lie in the spare bytes
-//                     (lora_spare_sm90.cuh).
+//                     (lora_spare_sm90.cuh). With FP8 both end them, after the scales (lora_scaled_sm90.cuh).
 //   FP8               A and B are e4m3 with scales (scaled_products_sm90.cuh). up_fwd also writes y_swi as e4m3, and down_bwd
 //                     first_layer_grad.
 // If the layer's output has a row per slot, slots take the place of tokens in down_fwd and down_bwd: expert_token_indices are
@@ -67,6 +67,10 @@
 #endif
 #if FP8
 #include "scaled_products_sm90.cuh"
+#endif
+[[maybe_unused]] constexpr int LORA_BK = LINE_BYTES / sizeof(element);  // ranks of a stage
+#if FP8 && LORA_STAGES
+#include "lora_scaled_sm90.cuh"
 #endif
 
 typedef EPILOGUE<GroupedGemmParams> Epilogue;
@@ -206,6 +210,26 @@ __device__ __forceinline__ void load_b(const TensorMap* map0, const TensorMap* m
     }
 }
 
+#if LORA_STAGES
+// Fills a tile's stages of a low-rank factor, in the threads of produce(), as that does.
+__device__ __forceinline__ void produce_lora(const GroupedGemmParams& p, const WorkTile& tile, bool multicast,
+                                             const PipelineBarriers<CLUSTER_CTAS>& barriers, int rank, unsigned shared,
+                                             PipelineState& state) {
+    const int n0 = tile.column_tile * TILE_COLUMNS * B_PER_COLUMN;
+    for (int step = 0; step < p.lora_steps; ++step) {
+        const unsigned stage = shared + state.stage * STAGE_BYTES, full = barriers.full_of(state.stage);
+        barriers.wait_empty(state);
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect_tx(full, A_BYTES + B_BYTES);
+            tma_load_3d(stage, &p.lora_rows, step * LORA_BK, tile.row, 0, full);
+            load_b(&p.lora0, &p.lora1, stage + A_BYTES, 0, tile.expert, n0, step * LORA_BK, full, multicast, rank);
+        }
+        if (GATHER) mbarrier_arrive(full);  // as the thread's copies do in other stages
+        state.advance();
+    }
+}
+#endif
+
 // Runs in the producer's threads that load: all 128 with GATHER, else thread 0. rank: of the CTA in its cluster. shared: the
 // shared address of the stages. K: depth of a segment. steps: k-steps of a tile, over all segments of the weight.
 __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& scheduler,
@@ -221,18 +245,8 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
         if (CLUSTER_CTAS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(taken_full, sizeof(int));
         const int expert = scheduler.current.expert, n0 = scheduler.current.column_tile * TILE_COLUMNS * B_PER_COLUMN;
         rows.begin(scheduler.current);
-#if LORA_STAGES
-        for (int step = 0; step < p.lora_steps; ++step) {
-            const unsigned stage = shared + state.stage * STAGE_BYTES, full = barriers.full_of(state.stage);
-            barriers.wait_empty(state);
-            if (threadIdx.x == 0) {
-                mbarrier_arrive_expect_tx(full, A_BYTES + B_BYTES);
-                tma_load_3d(stage, &p.lora_rows, step * BK, scheduler.current.row, 0, full);
-                load_b(&p.lora0, &p.lora1, stage + A_BYTES, 0, expert, n0, step * BK, full, scheduler.multicast, rank);
-            }
-            if (GATHER) mbarrier_arrive(full);  // as the thread's copies do in other stages
-            state.advance();
-        }
+#if LORA_STAGES && !FP8
+        produce_lora(p, scheduler.current, scheduler.multicast, barriers, rank, shared, state);
 #endif
         scheduler.prefetch();
         WorkTile next;
@@ -264,6 +278,9 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
             state.advance();
             if (GATHER && step == min(NEXT_TILE_STEP, steps - 1) && next.rows != NO_TILE) rows.prepare(next);
         }
+#if LORA_STAGES && FP8
+        produce_lora(p, scheduler.current, scheduler.multicast, barriers, rank, shared, state);
+#endif
 #if LORA_IN_SPARE
         if (threadIdx.x == 0) load_lora<SPLIT>(p, queue[number % QUEUE], number & 1, TILE_COLUMNS * B_PER_COLUMN);
 #endif
@@ -299,7 +316,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
     const PipelineBarriers<CLUSTER_CTAS> barriers(barrier_storage, Rows::FULL_ARRIVALS);
     const unsigned shared = uniform(shared_address(dynamic_shared));
     const int K = p.depth, steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
-#if LORA_STAGES
+#if LORA_STAGES && !FP8
     const int all_steps = steps + p.lora_steps;
 #else
     [[maybe_unused]] const int all_steps = steps;
@@ -340,25 +357,33 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
 #if FP8
         const ExpertScales expert_scales(p.b_scales, now.expert, active);
 #endif
+#if LORA_IN_SPARE
+        const LoraInSpare lora(p, now, warp_row, number);
+#endif
 #if FP8 && !GATHER
         RowScales scales(p.a_scales, p.scales_ld, now, warp_row, steps_per_segment, expert_scales);
         promoting_main_loop(acc, last ? 0 : steps, active, state, barriers, epilogue, scales);
-#else
-#if LORA_IN_SPARE
-        const LoraInSpare lora(p, now, warp_row, number);
+#elif LORA_IN_SPARE && !FP8
         main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : all_steps, active, state, barriers, epilogue, lora);
         if (!last) lora.release();
 #else
         main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : all_steps, active, state, barriers, epilogue);
 #endif
-#endif
         if (last) return;
-#if FP8 && GATHER
-        const float* const row_scales = gathered_scales[number % SCALE_TILES] + warp_row;
-        if (!Epilogue::SCALES_ROWS && active) scale_rows(acc, row_scales, expert_scales);
+#if FP8
+        constexpr bool SCALES_LATER = GATHER && Epilogue::SCALES_ROWS;
+        [[maybe_unused]] const float* const row_scales = GATHER ? gathered_scales[number % SCALE_TILES] + warp_row : nullptr;
+        if (GATHER && !SCALES_LATER && active) scale_rows(acc, row_scales, expert_scales);
 #endif
 #if BIASED
         if (active) bias.add_to(acc);
+#endif
+#if FP8 && LORA_STAGES
+        add_lora_stages<!SCALES_LATER>(acc, p.lora_steps, active, state, barriers, row_scales, expert_scales);
+#elif FP8 && LORA_IN_SPARE
+        static_assert(!SCALES_LATER, "the accumulators are scaled");
+        lora.multiply(acc, active);
+        lora.release();
 #endif
         if (active) epilogue.finished.put(acc);
         const WorkTile tile = read_by_lane_0(queue[number % QUEUE]);

@@ -1,7 +1,7 @@
 // The products of a low-rank factor of 16 ranks in grouped_gemm_sm90.cu, with LORA_IN_SPARE. A stage of the ring for them would
 // cost as much as one that is full, so the factor lies in the spare bytes: thread 0 loads it after the tile's last stage, when
 // the consumers are a few stages behind, and so done with the factor of the tile before. The rows of u come from global memory
-// to registers, as fragments of the left operand. One wgmma ends the sum.
+// to registers, as fragments of the left operand. One wgmma ends the sum. With FP8 it follows the scales.
 //
 //   mbarrier      arrivals per tile                  waited on by
 //   lora_full     thread 0, and the bytes of TMA     consumers, after a tile's last stage
@@ -17,7 +17,12 @@ constexpr int LORA_BLOCK_BYTES = 16 * LINE_BYTES, LORA_BYTES = BN / 64 * LORA_BL
 static_assert(LORA_BYTES <= SPARE_BYTES, "the factor fits into the spare bytes");
 static_assert(SPARE % SWIZZLE_ATOM_BYTES == 0 && LORA_BLOCK_BYTES % SWIZZLE_ATOM_BYTES == 0,
               "blocks start where the swizzle does");
-static_assert(sizeof(element) == 2 && sizeof(operand) == 2, "wgmma of 16-bit elements");
+static_assert(sizeof(element) == 2, "wgmma of 16-bit elements");
+#if FP8
+#define LORA_WGMMA wgmma_bf16
+#else
+#define LORA_WGMMA WGMMA
+#endif
 
 __shared__ uint64 lora_storage[2];  // full, empty
 
@@ -62,8 +67,9 @@ struct LoraInSpare {
         if (!active) return;
         const unsigned start = (shared_address(dynamic_shared) + SPARE & 0x3ffff) >> 4;
         wgmma_fence();
-        WGMMA<1>(acc, u, descriptor(uniform(start | (LORA_BLOCK_BYTES >> 4) << 16)));
+        LORA_WGMMA<1>(acc, u, descriptor(uniform(start | (LORA_BLOCK_BYTES >> 4) << 16)));
         wgmma_commit();
+        if (FP8) wgmma_wait<0>();
     }
     // After the products are done.
     __device__ __forceinline__ void release() const {

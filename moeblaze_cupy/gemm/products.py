@@ -136,7 +136,7 @@ class PlacedFactor(NamedTuple):
             in_spare, why = gemm_config.lora_in_spare(entry, ranks, square, product.bias is not None)
         ranks_first = in_spare or not product.weight.is_k_contiguous(entry)
         rows, ld = (ranks, launch_config.ceil_div(columns, 8) * 8) if ranks_first else (columns, ranks)
-        layout = Layout((product.lists.num_experts, rows, ld), (rows * ld, ld, 1), product.a.dtype, 0)
+        layout = Layout((product.lists.num_experts, rows, ld), (rows * ld, ld, 1), product.a.result_dtype, 0)
         up_offset = half * (1 if ranks_first else ld) * layout.itemsize
         weight = Weight((layout,), up_offset, rows * ld, ld, ranks_first != entry.endswith("_fwd"), 0)
         return cls(weight, ranks, ranks_first, in_spare, (why,) if why else ())

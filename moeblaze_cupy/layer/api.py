@@ -192,7 +192,8 @@ def moe_forward(
     expert's blocks, and of a half's, differ by at most 2^14, else within 2^-10 of such a scale.
     fp8_weights: what `quantize_weights` made of w1 and w2, or None: it is made in the call and kept for backward.
     lora: low-rank factors beside w1 and w2, a `Lora`, or None. They enter the products themselves: nothing of the size
-    of w1 or w2 is made. Not with precision.
+    of w1 or w2 is made. With precision="fp8" they multiply in x's dtype, and are added to the products of e4m3 in
+    float32.
     memory_limit: None, or bytes, on CUDA, for what forward allocates at one time beyond out and what it saves, and for
     what backward allocates, gradients included. Both run in the fewest chunks of tokens that keep within it. Gradients
     of weights and biases are then sums over the chunks in float32, rounded once. ValueError names the least limit that

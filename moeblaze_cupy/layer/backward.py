@@ -493,7 +493,7 @@ def _recomputed(
             x, up = x_e4m3.values, steps.x_in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
             of_up_fwd = GemmExtras(x_e4m3.scales, weights_fp8.w1_scales)
         if steps.lora1_again:
-            u1, of_up_fwd, beside = steps.lora1_again.make(run, index, x, (factors.a1, factors.b1))
+            u1, of_up_fwd, beside = steps.lora1_again.make(run, index, layer.x, (factors.a1, factors.b1), of_up_fwd)
         read = squares if steps.up_fwd.square else index
         grouped_gemm.gemm(run, steps.up_fwd, read, x, up, first_layer=made.ptr, bias=bias, extras=of_up_fwd)
     del beside
@@ -537,8 +537,8 @@ def _down_bwd(
     if steps.lora2 and steps.lora2.second:
         u2 = extras.lora_rows.u2 if "lora" in steps.how.needs else 0
         of_rows = factors.b2, u2, row_weights if steps.weights_on_output else 0
-        v2, weighted_u2 = steps.lora2.rows.make_weighted(run, grad_rows, grad, *of_rows)
-        of_down_bwd, beside = steps.lora2.second.make(run, v2, factors.a2)
+        v2, weighted_u2 = steps.lora2.rows.make_weighted(run, grad_rows, arrays.grad_out, *of_rows)
+        of_down_bwd, beside = steps.lora2.second.make(run, v2, factors.a2, of_down_bwd)
     partial_sums = grouped_gemm.gemm(
         run,
         steps.down_bwd,
@@ -589,7 +589,7 @@ def _up_bwd_pass(
         rows, up = first_layer_grad, steps.up.halves(layer.w1_gate, layer.w1_up)
         if steps.in_e4m3 and extras.weights_fp8 and in_e4m3:
             rows, up = in_e4m3[0].ptr, steps.in_e4m3.weights.up_bwd.halves(extras.weights_fp8.w1)
-            of_up_bwd = GemmExtras(in_e4m3[1].ptr, extras.weights_fp8.w1_scales, 0, 0, *to)
+            of_up_bwd = of_up_bwd._replace(a_scales=in_e4m3[1].ptr, b_scales=extras.weights_fp8.w1_scales)
         read, scale = squares if steps.up_bwd.square else index, layer.router_weights if steps.scales_slots else 0
         panels.sum_of_rows(run, steps.up_bwd, read, rows, up, scale, out, source=arrays.grad_out, extras=of_up_bwd)
     elif out and steps.cleared_bytes[0]:

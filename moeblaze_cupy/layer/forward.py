@@ -94,6 +94,11 @@ class Forward:
         return self.options.save == "paper"
 
     @functools.cached_property
+    def writes_y_swi(self) -> bool:
+        """Returns True if up_fwd writes y_swi, which in e4m3 a low-rank factor or backward alone reads."""
+        return self.keeps_y_swi or not self.in_e4m3 or self.lora2 is not None
+
+    @functools.cached_property
     def keeps_lora_rows(self) -> bool:
         return bool(self.lora1 or self.lora2) and self.options.save != "recompute"
 
@@ -167,18 +172,19 @@ def _forward_launches(
     (_, d), (_, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype
     up_read, down_read, up_bias = parameters
     x_rows, y_rows = Operand(dtype, d, layer.x.misalignment), Operand(dtype, h)
+    x_read, y_read = x_rows, y_rows
     if in_e4m3:
         up_read, down_read = in_e4m3.weights.up_fwd, in_e4m3.weights.down_fwd
-        x_rows, y_rows = in_e4m3.rows_operand, in_e4m3.routed_operand
+        x_read, y_read = in_e4m3.rows_operand, in_e4m3.routed_operand
     beside_up, beside_down = lora.factors_beside(factors, options, True)
     weights, interleaved, keeps_fp8 = layer.router_weights, options.interleaved, options.save == "fp8"
     act = options.activation
-    up_product = Product("up_fwd", index, x_rows, up_read, h, d, act, interleaved, up_bias, beside_up)
+    up_product = Product("up_fwd", index, x_read, up_read, h, d, act, interleaved, up_bias, beside_up)
     up_fwd = grouped_gemm.configure(up_product, limits, Rows(h), weights_on_input=options.on_input, fp8_saved=keeps_fp8)
     by_slot = index.by_slot if options.unreduced else index
     down_bias = Bias.of(layer.b2_parts) if layer.b2 else None
     down_fwd = panels.configure(
-        Product("down_fwd", by_slot, y_rows, down_read, d, h, act, bias=down_bias, lora=beside_down),
+        Product("down_fwd", by_slot, y_read, down_read, d, h, act, bias=down_bias, lora=beside_down),
         limits,
         weights_dtype=None if weights is None or options.on_input else weights.dtype,
         overwrites=options.save != "paper",
@@ -264,20 +270,19 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
         row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
         run.launch(steps.weights_by_row, layer.router_weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
     first_layer = kept.first_layer or (steps.first_layer and run.empty(steps.first_layer, steps.first_layer_dtype))
-    y_swi = kept.y_swi or (run.empty(steps.y_swi, steps.dtype) if steps.keeps_y_swi or not steps.in_e4m3 else None)
+    y_swi = kept.y_swi or (run.empty(steps.y_swi, steps.dtype) if steps.writes_y_swi else None)
     y_swi_ptr = y_swi.ptr if y_swi else 0
     up_weight, down_weight, rows = steps.up.halves(layer.w1_gate, layer.w1_up), (layer.w2, layer.w2), layer.x
     of_up_fwd, of_down_fwd = PLAIN, GemmExtras(peers=to.peers, needed=to.needed) if to.peers else PLAIN
-    x_e4m3 = y_e4m3 = None
+    x_e4m3 = y_e4m3 = u1 = u2 = beside_up = beside_down = None
     if steps.in_e4m3 and weights_fp8:
         x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, rows, x_scales), fp8.routed_rows(run, steps.in_e4m3)
         rows, up_weight = x_e4m3.values, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
         down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
         of_up_fwd = GemmExtras(x_e4m3.scales, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
         of_down_fwd = GemmExtras(y_e4m3[1].ptr, weights_fp8.w2_scales, 0, 0, *to)
-    u1 = u2 = beside_up = beside_down = None
     if steps.lora1:
-        u1, of_up_fwd, beside_up = steps.lora1.make(run, index, rows, (factors.a1, factors.b1), of_up_fwd)
+        u1, of_up_fwd, beside_up = steps.lora1.make(run, index, layer.x, (factors.a1, factors.b1), of_up_fwd)
     if steps.up_fwd:
         first_layer_ptr, unquantized = first_layer.ptr if first_layer else 0, None
         if steps.quantize_saved:
@@ -305,6 +310,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
         out = run.empty(steps.out, steps.dtype)  # comes after the first launches, which it can wait for
     if steps.lora2:
         u2, of_down_fwd, beside_down = steps.lora2.make(run, index, y_swi_ptr, (factors.a2, factors.b2), of_down_fwd)
+        y_swi = None if y_e4m3 and not steps.keeps_y_swi else y_swi  # which nothing else reads
     if steps.down_fwd:
         if decode is not None:
             decode(run, index[EXPERT_TOKEN_OFFSETS], "down_fwd")

@@ -45,8 +45,6 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
     if s.precision == "fp8" and not on_fp8:
         expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
         raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
-    if s.lora_rank and s.precision:
-        raise CommandError("--lora-rank: expected none with --precision fp8")
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:

@@ -337,6 +337,10 @@ def with_lora(variants, arch: str) -> list:
     every += variants(("float16",), ("row",), ("gelu",), (True,), lora=True, fp8_saved=True, weights_on=("input",))
     if arch == "80":
         every += variants(("float32",), ("row",), ("swiglu",), (True, False), lora=True)
+    if arch == "90a":
+        biased = {"biases": (None, "weights")}
+        in_e4m3 = variants(("bfloat16",), ("row",), ("swiglu",), (True,), lora=True, fp8=True, fp8_saved=True, **biased)
+        every += [v for v in in_e4m3 if ("FP8", "1") in v.macros]
     return [v for v in every if ("LORA", "1") in v.macros or v.source.startswith("lora_")]
 
 

@@ -142,7 +142,6 @@ def test_ways_to_be_wrong():
     refused(TypeError, "lora.b2: expected dtype float32 or float64", lora=lora._replace(b2=lora.b2.astype(np.float16)))
     too_high = make_lora(BASE, (257, 3), np.float64)
     refused(ValueError, "lora.a1: expected a rank from 1 to 256, got 257", lora=too_high)
-    refused(ValueError, "precision: expected None with lora, got 'fp8'", lora=lora, precision="fp8")
     saved = mb.moe_forward(*inputs[:5], lora=lora)[1]
     with pytest.raises(ValueError, match="saved: expected a layer without biases and lora"):
         mb.moe_backward_data(inputs[5], saved)

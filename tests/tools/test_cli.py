@@ -277,6 +277,18 @@ def test_plan_with_a_memory_limit(capsys):
     assert_fails(capsys, [*odd, "--memory-limit", "9"], "--memory-limit: expected none with bfloat16", "got 12 and 8")
 
 
+def test_plan_of_factors_beside_e4m3(capsys):
+    """It saves what factors beside bf16 save, for as many operations."""
+    plan = "plan --tokens 4096 --d-model 512 --d-hidden 768 --experts 8 --k 2 --lora-rank 16 --json"
+    found = []
+    for precision in ("", " --precision fp8"):
+        assert run(plan + precision) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    columns = [of["memory"]["minimal"] for of in found]
+    assert columns[0]["saved_bytes"] == columns[1]["saved_bytes"]
+    assert found[0]["work"] and all(found[1]["work"][n]["flops"] == of["flops"] for n, of in found[0]["work"].items())
+
+
 def test_plan_of_the_widest_layer(capsys):
     """The portable kernels have a launch per 256 columns of d."""
     assert run(f"plan --tokens 8 --d-model {MAX_WIDTH} --d-hidden {MAX_WIDTH} --experts 8 --k 2 --tier sm80") == 0

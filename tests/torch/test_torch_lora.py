@@ -280,7 +280,6 @@ def test_messages():
         (lora._replace(a1=lora.a1.detach().numpy()), {}, TypeError, "moe: lora.a1: expected a torch tensor"),
         (lora._replace(a2=lora.a2[:, :, 1:]), {}, ValueError, "moe: lora.a2: expected shape"),
         (lora._replace(b2=lora.b2.half()), {}, TypeError, "moe: lora.b2: expected dtype"),
-        (lora, {"precision": "fp8"}, ValueError, "moe: precision: expected None with lora"),
         (lora, {"save": None}, ValueError, "moe: save: expected a policy that keeps something"),
         (lora, {"accumulate_into_main_grad": True}, ValueError, "moe: accumulate_into_main_grad: expected False with"),
         (
@@ -376,6 +375,47 @@ def test_training_lowers_the_loss_and_changes_the_trained_parameters_alone(exper
     assert changed == TRAINED
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("save", ["minimal", "recompute", "fp8"])
+def test_beside_e4m3(save, is_given):
+    """The bits of the array functions, which tests/lora compares, with weights that were quantised before or not."""
+    inputs, lora = case_of(BLOCKS, np.float32)
+    inputs = [t.detach().bfloat16() if i in (0, 3, 4, 5) else t for i, t in enumerate(inputs)]
+    inputs[0].requires_grad_()
+    x, ids, weights, w1, w2, grad_out = inputs
+    options = {"precision": "fp8", "save": save}
+    if is_given:
+        options["fp8_weights"] = mb.quantize_weights(w1, w2)
+    got = gradients(moe(x, ids, weights, w1, w2, lora=lora, **options), grad_out, leaves_of(inputs, lora))
+    x, ids, weights, w1, w2, grad_out = (t.detach() for t in inputs)
+    factors = lora.with_factors(factor.detach() for factor in lora.factors)
+    out, saved = mb.moe_forward(x, ids, weights, w1, w2, lora=factors, **options)
+    grads = mb.moe_backward(grad_out, saved)
+    want = {"out": out, "x": grads.x, "weights": grads.weights}
+    want |= {f"lora.{name}": getattr(grads.lora, name) for name in FACTORS}
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert value.any() and torch.equal(got[name], value), name
+
+
+def test_module_in_e4m3():
+    """Factors of zeros change nothing. Then they train beside weights that were quantised once."""
+    own = module(precision="fp8", dtype=torch.bfloat16)
+    plain = MoE(64, 32, 4, 2, precision="fp8", dtype=torch.bfloat16)
+    plain.load_state_dict({name: own.state_dict()[name] for name in plain.state_dict()})
+    x = torch.randn(50, 64).bfloat16()
+    assert torch.equal(own(x), plain(x))
+    own.quantize_weights()
+    before = own(x)
+    before.float().square().sum().backward()
+    assert own.lora_b1.grad.any() and own.lora_b2.grad.any() and not own.lora_a1.grad.any()
+    assert own.w1_storage.grad is None
+    with torch.no_grad():
+        for factor in (own.lora_b1, own.lora_b2):
+            factor -= 0.01 * factor.grad
+    assert own(x).float().square().sum() < before.float().square().sum()
+
+
 @pytest.mark.parametrize("expert_format", [None, "int8"])
 def test_state(expert_format):
     own, other = module(dtype=torch.bfloat16), module(expert_format=expert_format, dtype=torch.bfloat16)
@@ -418,7 +458,6 @@ def test_modules_messages():
         ({"lora_rank": 257}, ValueError, "MoE: lora_rank: expected 1 to 256, got 257"),
         ({"lora_alpha": 8}, ValueError, "MoE: lora_alpha: expected None without lora_rank, got 8"),
         ({"lora_rank": 4, "lora_alpha": "8"}, TypeError, "MoE: lora_alpha: expected a number, got '8'"),
-        ({"lora_rank": 4, "precision": "fp8"}, ValueError, "MoE: precision: expected None with lora_rank, got 'fp8'"),
         (
             {"lora_rank": 4, "accumulate_into_main_grad": True},
             ValueError,
