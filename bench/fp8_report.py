@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-from bench import cases
 from bench.fp8_products import PRODUCTS
-from bench.recorded import MIB, RECORDS
+from bench.recorded import RECORDS
 from bench.table import number, span
-from moeblaze_cupy.tools import dry_run, memory
 
 RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")
@@ -31,8 +29,6 @@ OF_PEER = """The last columns are a peer's time in fp8 over this package's. torc
 quantises rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted sum. torchao's layer does the same with
 its differentiable rowwise products, which quantise the weights in each call, and is compared with calls that do so,
 too."""
-OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and the MiB of a and b that each keeps, by
-a dry run."""
 OF_QUANTIZED = """Quantisation of x and of the weights: the time of a copy of as many bytes over the kernel's time,
 and TB/s. x is read once. Weights are read twice and written in both orientations."""
 OF_ERRORS = """The norm of the difference from bf16's results over the norm of these, in thousandths: out and each
@@ -51,13 +47,6 @@ def speed(row: dict, kind: str, base: str = "bf16") -> str:
     """The base's time over that of `kind`."""
     seconds = row["seconds"]
     return number(seconds[base] / seconds[kind]) if kind in seconds else "-"
-
-
-def kept_mib(case: cases.LayerCase) -> list[str]:
-    """Of a and b under "minimal" and "fp8"."""
-    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
-    saved = [dry_run.layer(shape, save).saved_bytes for save in ("recompute", "minimal", "fp8")]
-    return [f"{(nbytes - saved[0]) / MIB:,.0f}" for nbytes in saved[1:]]
 
 
 def products_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
@@ -81,16 +70,6 @@ def layer_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
             for _, peer, name, kind in peers_of(found)
         ]
         lines.append([case, *cells, number(both[0]["seconds"]["fp8"] / dense), *ratios])
-    return lines
-
-
-def saved_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
-    """Cells: case, both passes in bf16, both in fp8, MiB of a and b under both policies."""
-    lines = []
-    for case, rows in found.items():
-        both = [rows[name] for name in PASSES]
-        cells = [speed(row, f"{kind}, save fp8", kind) for kind in ("bf16", "fp8") for row in both]
-        lines.append([case, *cells, *kept_mib(cases.LAYERS[case])])
     return lines
 
 
@@ -153,11 +132,6 @@ def section(table) -> list[str]:
         *("", OF_PRODUCTS, *table(["case", *PRODUCTS], products_rows(found))),
         *("", f"{OF_LAYERS} {OF_PEER}" if titles else OF_LAYERS),
         *table([*head, *titles], layer_rows(found)),
-        *("", OF_SAVED),
-        *table(
-            ["case", "bf16 forward", "with backward", "fp8 forward", "with backward", "minimal, MiB", "fp8, MiB"],
-            saved_rows(found),
-        ),
         *(("", OF_QUANTIZED, *table(head_quantized, quantized)) if quantized else ()),
         *("", OF_ERRORS),
         *table(["case", "out", *gradients, *(f"save: {name}" for name in gradients)], error_rows(found)),

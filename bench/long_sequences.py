@@ -263,13 +263,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--tiny", action="store_true", help="small layers, also without a GPU")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record")
-    parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the record of --out, and measure nothing")
     args = parser.parse_args(argv or None)
-    if args.figure:
-        from bench import plots  # asks for matplotlib
-
-        plots.long_sequences(json.loads(args.out.read_text())).savefig(args.figure, metadata={"Date": None})
-        return
     if args.row:
         print(json.dumps(row_of(*json.loads(args.row))))
         return

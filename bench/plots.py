@@ -4,6 +4,7 @@
 shapes and every system that was measured.
 """
 
+import json
 import math
 from pathlib import Path
 from statistics import mean
@@ -16,8 +17,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from bench import cases, language_model_report, parallel_report, transformers_report  # noqa: E402
-from bench.recorded import Records, title  # noqa: E402
+from bench.recorded import RECORDS, Records, title  # noqa: E402
 
+LONG_SEQUENCES = RECORDS / "long_sequences" / "h200.json"
 OURS = "moeblaze-cupy"
 FRONT_CASES = ("mixtral", "olmoe", "qwen30b", "dsv3", "conf3")
 # color, and the marker of the plots with all shapes
@@ -291,11 +293,14 @@ def parallel(records: Records) -> Figure | None:
     return figure
 
 
-def long_sequences(record: dict) -> Figure:
-    """Tokens per second and peak memory of whole training steps by their tokens, of a record of bench.long_sequences.
+def long_sequences(records: Records) -> Figure | None:
+    """`steps_by_tokens` of the record that bench.long_sequences made. None without one."""
+    return steps_by_tokens(json.loads(LONG_SEQUENCES.read_text())) if LONG_SEQUENCES.is_file() else None
 
-    A size that did not fit is a cross at zero.
-    """
+
+def steps_by_tokens(record: dict) -> Figure:
+    """Tokens per second and peak memory of whole training steps by their tokens. A size that did not fit is a cross at
+    zero."""
     arms = {
         "moeblaze_limit": (f"{OURS}, memory_limit", *STYLES["moeblaze"]),
         "moeblaze": (OURS, *STYLES["moeblaze_sm80"]),
@@ -333,6 +338,7 @@ DRAWN = {
     "transformers.svg": transformers,
     "losses.svg": losses,
     "parallel.svg": parallel,
+    "long_sequences.svg": long_sequences,
 }
 
 

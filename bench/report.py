@@ -16,6 +16,7 @@ from bench import (
     language_model_report,
     other_gpus,
     parallel_report,
+    save_report,
     summary,
     transformers_report,
 )
@@ -433,6 +434,7 @@ def results(records: Records) -> str:
     ):
         if group in groups and (body := section(records)):
             lines += ["", f"## {heading}", *body]
+    lines += save_report.section(table)
     lines += fp8_report.section(table)
     lines += transformers_report.section(list(records.by_name.values()), table)
     lines += language_model_report.section(table)

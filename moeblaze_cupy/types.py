@@ -468,6 +468,7 @@ class BackwardOptions(NamedTuple):
     needs: tuple[str, ...]
     keep_saved: bool = False
     defers_weights: bool = False  #: the gradients of w1 and w2 are left to `moe_backward_weights`
+    lora_in_float32: bool = False  #: the gradients of low-rank factors are in float32, whatever these are in
 
     @property
     def first_layer(self) -> bool:

@@ -211,6 +211,7 @@ class Layer:
     slots: LayerOptions = PLAIN  # of which what slots do is taken
     ragged: bool = False  # the L*k slots as pairs
     memory_limit: int | None = None
+    rank: int | None = None  # of float32 factors beside both weights
 
     @property
     def slots_shape(self):
@@ -241,6 +242,10 @@ class Layer:
         options = {"activation": self.activation, "save": self.save, "max_slots": self.max_slots}
         of_slots = {name: getattr(self.slots, name) for name in ("weights_on", "unreduced", "identity_experts")}
         options |= {"token_offsets": offsets, "memory_limit": self.memory_limit, **of_slots}
+        if self.rank:
+            E, d, h, columns = self.E, self.d, self.h, self.h * (1 + is_gated(self.activation))
+            shapes = (E, self.rank, d), (E, columns, self.rank), (E, self.rank, h), (E, d, self.rank)
+            options["lora"] = mb.Lora(*(device.array(("factor", i), s, np.float32) for i, s in enumerate(shapes)))
         return mb.moe_forward(*self.arguments(device), **options)
 
     def backward(self, device, saved):

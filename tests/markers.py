@@ -82,6 +82,7 @@ CASES = {
     "tests/test_bench_long_sequences.py": (ALL, 0),
     "tests/test_bench_lora.py": (ALL, 0),
     "tests/test_bench_parallel.py": (0, 0),
+    "tests/test_bench_saves.py": (ALL, 0),
     "tests/test_checks.py::test_a_missing_torch_is_named_with_the_line_that_installs_it": (ALL, 1),
     "tests/test_checks.py::test_the_environment_asks_for_the_check_of_ids": (ALL, 1),
     "tests/test_dlpack.py::test_jax": (ALL, 0),

@@ -35,6 +35,7 @@ from bench import (  # noqa: E402
     peers,
     providers,
     quantised,
+    save_policies,
     table,
     variants,
     verify,
@@ -524,7 +525,10 @@ def test_first_use_on_the_cpu():
 @pytest.mark.skipif(inputs.has_gpu(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(
     "program",
-    [first_use, fp8, graphs, host_time, kernel_times, long_sequences, lora, lora_stack, quantised, variants],
+    [
+        *(first_use, fp8, graphs, host_time, kernel_times, long_sequences, lora, lora_stack, quantised),
+        *(save_policies, variants),
+    ],
     ids=lambda module: module.__name__,
 )
 def test_programs_that_need_a_gpu_say_so(program, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -128,7 +129,7 @@ def test_wrong_results_get_no_time(monkeypatch):
         program.step_row("tiny", "moeblaze", 32, 0.001)
 
 
-def test_the_figure_shows_the_steps_of_a_record(tmp_path):
+def test_the_figure_shows_the_steps_of_a_record():
     plots = pytest.importorskip("bench.plots", reason="needs matplotlib", exc_type=ImportError)
     speeds = {2**17: 50e3, 2**18: 40e3, 2**19: None}
     rows = [
@@ -136,12 +137,31 @@ def test_the_figure_shows_the_steps_of_a_record(tmp_path):
         for n, v in speeds.items()
     ]
     record = {"machine_info": {"gpu": "a GPU"}, "rows": [{"part": "layer"}, *rows]}
-    for axes, values in zip(plots.long_sequences(record).axes, ([50, 40], [16, 32]), strict=True):
+    for axes, values in zip(plots.steps_by_tokens(record).axes, ([50, 40], [16, 32]), strict=True):
         drawn = [list(zip(*line.get_data(), strict=True)) for line in axes.lines if len(line.get_xdata())]
         assert drawn == [[(2**17, values[0]), (2**18, values[1])], [(2**19, 0)]]
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    program.main("--out", str(tmp_path / "record.json"), "--figure", str(tmp_path / "steps.svg"))
-    assert (tmp_path / "steps.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_the_guide_quotes_the_record():
+    root = Path(__file__).resolve().parent.parent
+    guide = " ".join((root / "docs" / "guide.md").read_text().split())
+    record = json.loads((root / "bench" / "records" / "long_sequences" / "h200.json").read_text())
+    layer = next(row for row in record["rows"] if row.get("case") == "qwen30b_1m")
+    plain, limited = layer["ways"]["None"], layer["ways"][str(16 * program.GIB)]
+    peaks = [f"{nbytes / program.GIB:.1f}" for way in (plain, limited) for nbytes in way["peak_bytes"]]
+    assert (
+        "peaks of {} GiB in forward and {} GiB in backward. Within 16 GiB they are {} and {} GiB".format(*peaks)
+        in guide
+    )
+    times = (f"{limited[key] / plain[key]:.3f}" for key in ("forward_ms", "forward_backward_ms"))
+    assert "An H200 had these peaks, and took {} and {} of the time".format(*times) in guide
+    steps = {
+        (row["arm"], row["tokens"]): row.get("tokens_per_second") for row in record["rows"] if row["part"] == "step"
+    }
+    fits = max(tokens for (arm, tokens), speed in steps.items() if arm == program.GROUPED and speed)
+    speed = steps[program.LIMITED, 2**20] / steps[program.GROUPED, fits]
+    assert fits == 2**18 and f"1M tokens per step, at {speed:.2f} times the speed" in guide
+    assert f"torch {record['machine_info']['torch'][:4]}, {record['commit_info']['id']}" in guide
 
 
 @pytest.mark.long

@@ -75,7 +75,7 @@ def measured(case: str) -> set[float]:
             for peer, its_ms in zip(rows, times, strict=True):
                 if (peer["provider"], peer["gpus"]) == ("slots", row["gpus"]):
                     values |= {its_ms / ms, peak / peer["peak_mib"]}
-    values |= of_fp8(case)
+    values |= of_fp8(case) | of_saves(case)
     for case_ in (cases.LAYERS.get(case), cases.DISPATCHES.get(case)):
         if case_ is not None:
             values |= {v for p in case_.paper for v in (p.time_ms, p.memory_mb) if v is not None}
@@ -103,6 +103,20 @@ def of_fp8(case: str) -> set[float]:
             values.add(seconds["fp8"] / sum(r["seconds"]["_scaled_mm"] for r in rows if r["kernel"].endswith("_fwd")))
             numbers, scales = cases.LAYERS[case].slots * cases.LAYERS[case].h, -(-cases.LAYERS[case].h // 128)
             values |= {4 * numbers / 2**20, 2 * (numbers + 4 * cases.LAYERS[case].slots * scales) / 2**20}
+    return values
+
+
+def of_saves(case: str) -> set[float]:
+    """Times over "minimal", and milliseconds for each GiB less than it keeps, of all records of bench.save_policies."""
+    values: set[float] = set()
+    for path in RECORDS.glob("save_policies/*.json"):
+        for row in json.loads(path.read_text())["rows"]:
+            if row["case"] == case:
+                base = row["saves"]["minimal"]
+                for save in ("fp8", "recompute"):
+                    of = row["saves"][save]
+                    freed = (base["saved_mib"] - of["saved_mib"]) / 1024
+                    values |= {of["ms"] / base["ms"], abs(of["ms"] - base["ms"]) / freed}
     return values
 
 

@@ -31,6 +31,7 @@ from moeblaze_cupy.interop.torch.autograd import (
     stand_in,
     waited,
 )
+from moeblaze_cupy.interop.torch.operators import count_beside_operators
 from moeblaze_cupy.interop.torch.sums import expect_gathered
 from moeblaze_cupy.layer.api import LayerExtras, values_and_scales
 from moeblaze_cupy.layer.api import forward as layer_forward
@@ -269,6 +270,8 @@ class _ExpertParallel(torch.autograd.Function):
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.counted)
+        own = call.joined(LayerArrays(x, ids, weights, gate, up, w2), parts)
+        count_beside_operators(own, ids.numel(), beside)
         ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.fp8_products = route, pieces, kept, into, fp8_products
         ctx.call, ctx.width, ctx.dtype = call, x.shape[1], x.dtype
         ctx.set_materialize_grads(False)
@@ -350,6 +353,10 @@ class _ExpertParallel(torch.autograd.Function):
         # Beside factors and frozen weights other gradients come with those of rows: there is no backward in halves.
         later = bool(of_weights) and lora is call.frozen is None
         needs = (*of_rows, "w1", "w2") if later else (*of_rows, *of_weights, *of_lora)
+        asked = *of_rows, *of_weights, *of_lora
+        count_beside_operators(
+            weights._replace(x=grad_out), route.num_tokens * route.k, lora, ctx.kept[0].options.save, asked
+        )
         for piece in range(len(ctx.pieces)):
             part, saved = saved_of(piece)
             place = route.remote_gradients(of_rows, ctx.width, ctx.dtype, got) if alone else None

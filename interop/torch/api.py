@@ -154,6 +154,8 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
             return _moe_between_graphs(layer, options, call)
         layer = LayerArrays(*map(torch_autograd.waited, layer))
         x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = layer
+        if private.number_of_dispatch_modes() and torch_autograd.is_plain(layer) and not call.accumulate:
+            return _moe_without_operators(layer, options, call)
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe", options.precision, fp8_weights)
     as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
@@ -206,7 +208,10 @@ def _unsaved(options: LayerOptions) -> LayerOptions:
 
 @graph_break
 def _moe_without_operators(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
-    """`_moe` with w1 or w2 in four or eight bits, or low-rank factors. Compiled code calls it between its graphs."""
+    """`_moe` with w1 or w2 in four or eight bits, low-rank factors, or, under a dispatch mode, in chunks of tokens.
+
+    Compiled code calls it between its graphs.
+    """
     lora = None if call.lora is None else lora_checks.given("moe", call.lora)
     factors: list[Any] = [] if lora is None else list(lora.factors)
     frozen, plain, parts = torch_quantised.apart(LayerArrays(*map(torch_autograd.waited, layer)))
@@ -253,7 +258,7 @@ def _by_operators(
     """`_moe` for compilers, dispatch modes and transforms. of_fp8: the arrays of `call.fp8_weights`."""
     torch_autograd.outside_of_vmap("moe", "x", (*layer, *of_fp8))
     if options.memory_limit is not None:
-        expected = "None with tensor subclasses, dispatch modes and transforms of torch, whose operators have no chunks"
+        expected = "None with tensor subclasses, transforms of torch, and main_grad under a dispatch mode"
         raise checks.bad_value("moe", "memory_limit", expected, options.memory_limit)
     fp8_weights, save = call.fp8_weights, options.save
     of_layer = options.gate_up, options.weights_on, options.unreduced, options.identity_experts, options.precision
@@ -427,7 +432,7 @@ class MoE(torch.nn.Module):
     (E, d, r), those of `moeblaze_cupy.Lora`. The router trains as it did. Of each pair a is uniform within
     1 / sqrt(fan in), as of peft, and b is 0.
     lora_alpha: the factors' products are multiplied by lora_alpha / lora_rank; None makes that 1.
-    memory_limit: as of `moe`, for each layer and pass; not with lora_rank.
+    memory_limit: as of `moe`, for each layer and pass.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -533,7 +538,7 @@ class MoE(torch.nn.Module):
         self.expert_format, self._d_hidden = expert_format, d_hidden
         lora_rank = _lora_rank(lora_rank, lora_alpha, accumulate_into_main_grad)
         self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
-        self.memory_limit = checks.memory_limit("MoE", memory_limit, lora=lora_rank)
+        self.memory_limit = checks.memory_limit("MoE", memory_limit)
         self.router = parameter(routed, d_model)
         if expert_format is None:
             self.w1_storage = parameter(num_experts, width, d_model)

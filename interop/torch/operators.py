@@ -447,7 +447,7 @@ def _backward_flops(accumulates: bool) -> Callable[..., int]:
 def count_beside_operators(
     layer: LayerArrays, slots: int, lora: Lora | None, save: str | None = None, needs: Sequence[str] | None = None
 ) -> None:
-    """Tells `FlopCounterMode` of a call with factors or packed weights, which is no operator.
+    """Tells `FlopCounterMode` of a call that is no operator, as with factors or packed weights, or over many ranks.
 
     needs: of a backward; None for a forward.
     """

@@ -1,5 +1,6 @@
 """The save policy of each `MoE` of a model, by how many bytes their forwards may keep for backward."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -7,10 +8,8 @@ import torch
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.dispatch.launches import IndexLayout
-from moeblaze_cupy.frameworks import ITEMSIZE
 from moeblaze_cupy.interop.torch.api import DTYPES, MoE
 from moeblaze_cupy.layer.chunks import Kept
-from moeblaze_cupy.lora import config as lora_config
 from moeblaze_cupy.types import LayerOptions
 
 #: From the policy whose backward takes the least time to the one that keeps the fewest bytes.
@@ -22,7 +21,7 @@ class LayerSave(NamedTuple):
 
     name: str  #: of the module in its model
     save: str
-    nbytes: int  #: what a forward keeps beyond x
+    nbytes: int  #: what its forwards keep beyond x, one for each name that it has
     reason: str
 
     def __str__(self) -> str:
@@ -43,7 +42,8 @@ def fit_saves(
     Call it before the first step. It looks at shapes alone. Each layer begins with the policy that keeps the fewest
     bytes. Then all layers in order get the one before that in `policies` while it fits, and so on to the first.
     tokens: the most that each layer gets in a step. budget: bytes of all layers, beyond x and weights in e4m3. The
-    chunks of a memory limit add an index list's few bytes for each expert, which are not counted.
+    chunks of a memory limit add an index list's few bytes for each expert, which are not counted. A module with several
+    names counts once for each, as it is called by each.
     policies: of "minimal", "fp8" and "recompute", by falling bytes; without "fp8" no layer rounds a and b to e4m3.
     dtype: of the tokens, under torch.autocast its dtype; None means that of the router.
     report: a function that gets a line for each layer with the reason; None for no lines.
@@ -62,7 +62,10 @@ def fit_saves(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise checks.bad_value("fit_saves", "model", "one with an MoE", f"a {type(model).__name__} without")
-    sizes = [{save: kept_bytes(layer, tokens, save, dtype) for save in policies} for layer in layers.values()]
+    names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    sizes = [
+        {save: names[layer] * kept_bytes(layer, tokens, save, dtype) for save in policies} for layer in layers.values()
+    ]
     chosen, left = [policies[-1]] * len(sizes), budget - sum(of[policies[-1]] for of in sizes)
     if left < 0:
         expected = f"at least {budget - left} bytes for {len(sizes)} layers with save={policies[-1]!r}"
@@ -92,6 +95,5 @@ def kept_bytes(layer: MoE, tokens: int, save: str, dtype: torch.dtype | None = N
     routed, h = layer.router.shape[0], layer._d_hidden
     index = IndexLayout(tokens, layer.k, routed - layer.identity_experts)
     of_rows = str(dtype or layer.router.dtype).removeprefix("torch.")
-    kept = Kept.of(index, LayerOptions(layer.activation, save), h, of_rows)
-    rank = 0 if layer.lora_rank is None or save == "recompute" else lora_config.padded(layer.lora_rank)
-    return kept.nbytes + 2 * index.num_rows * rank * ITEMSIZE[of_rows]
+    ranks = layer.lora_rank, layer.lora_rank
+    return Kept.of(index, LayerOptions(layer.activation, save), h, of_rows, ranks).nbytes

@@ -44,7 +44,7 @@ def register(
     weights that FSDP2 gathered too, unless `quantize_weights` has the model hold them. Backward uses the same e4m3
     weights; with save="recompute" it quantises again. Experts that e4m3 does not serve raise the errors of `moe`:
     nothing falls back.
-    memory_limit: as of `moe`, for each layer and pass. Adapters of peft on experts raise its error.
+    memory_limit: as of `moe`, for each layer and pass.
     fallback: True runs experts that the layer cannot compute as "grouped_mm", with one warning that names the class and
     the reason. False raises NotImplementedError. None reads the environment variable MOEBLAZE_FALLBACK: "0" means
     False.

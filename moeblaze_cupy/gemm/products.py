@@ -540,15 +540,30 @@ def configure_wgrad(
         return Wgrad(product, swapped, routed_is_q, None, None)
     packed = {"expert_stride": halves * M * N, "ldo": N}
     product = launch(grid, {**operands, **packed, **schedule}, maps, why, split_k=True)
-    add = Launch(
+    of_parts = {**result, "splits": splits, "accumulate": int(accumulate)}
+    add = _parts_launch(dtype, (M, N), E, halves, of_parts, "adds the float32 sums of split-K in a fixed order")
+    return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add)
+
+
+def _parts_launch(dtype: str, shape: tuple[int, int], E: int, halves: int, scalars: dict[str, int], why: str) -> Launch:
+    rows, columns = shape
+    return Launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
-        (launch_config.ceil_div(M * N // 8, gemm_config.PARTS_GROUPS), E, halves),
+        (launch_config.ceil_div(rows * columns // 8, gemm_config.PARTS_GROUPS), E, halves),
         gemm_config.PARTS_GROUPS,
         ("sums", "expert_token_offsets", "out0", "out1"),
-        {"rows": M, "columns": N, **result, "halves": halves, "splits": splits, "accumulate": int(accumulate)},
-        why=("adds the float32 sums of split-K in a fixed order",),
+        {"rows": rows, "columns": columns, "halves": halves, **scalars},
+        why=(why,),
     )
-    return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add)
+
+
+def sum_of_two(size: int, dtype: str) -> Launch:
+    """Returns the launch that adds two arrays of `size` float32 numbers, a multiple of 8, the second behind the first.
+
+    The result is rounded to `dtype`. In float32 it may take the place of the first array.
+    """
+    scalars = {"expert_stride": 0, "ldo": 8, "splits": 2, "accumulate": 0}
+    return _parts_launch(dtype, (size // 8, 8), 1, 1, scalars, "adds a chunk's gradient to the float32 sum of others")
 
 
 def wgrad(

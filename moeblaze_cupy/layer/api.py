@@ -195,9 +195,10 @@ def moe_forward(
     of w1 or w2 is made. With precision="fp8" they multiply in x's dtype, and are added to the products of e4m3 in
     float32.
     memory_limit: None, or bytes, on CUDA, for what forward allocates at one time beyond out and what it saves, and for
-    what backward allocates, gradients included. Both run in the fewest chunks of tokens that keep within it. Gradients
-    of weights and biases are then sums over the chunks in float32, rounded once. ValueError names the least limit that
-    is possible. Not with token_offsets, max_slots or lora.
+    what backward allocates, gradients included; with lora those of x, weights and lora. Both run in the fewest chunks
+    of tokens that keep within it. Gradients of weights, biases and lora are then sums over the chunks in float32,
+    rounded once. ValueError names the least limit that
+    is possible. Not with token_offsets or max_slots.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -383,8 +384,10 @@ def _checked_forward(
     options = options._replace(max_slots=checks.max_slots(function, options.max_slots, d.ids.size))
     if options.memory_limit is not None:
         given = options.memory_limit, None if options.save is None else d.w2
-        without = {"token_offsets": d.token_offsets, "max_slots": options.max_slots, "lora": extras.lora}
+        without = {"token_offsets": d.token_offsets, "max_slots": options.max_slots}
         options = options._replace(memory_limit=checks.memory_limit(function, *given, **without))
+        if extras.lora is not None and options.save is not None:
+            lora_checks.summed(function, [call.described.get(name) for name in lora_checks.NAMES])
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
     if options.precision is not None:
         limits = None if call.on_cpu else call.limits

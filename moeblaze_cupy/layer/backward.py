@@ -193,7 +193,7 @@ def configure_backward(
         fields |= _first_half(arrays, options, how, limits, index, operands, fields)
         if "x" in needs:
             fields["up_bwd"] = _up_bwd(arrays, options, limits, index, operands, place)
-    fields |= _lora_launches(index, operands, limits, factors, fields)
+    fields |= _lora_launches(index, operands, limits, factors, fields, "float32" if how.lora_in_float32 else None)
     fields |= _weight_launches(options, how, limits, index, operands, buffers, fields)
     in_tiles = fields.get("up_fwd"), fields.get("up_bwd")
     return Backward(
@@ -241,9 +241,17 @@ def _in_e4m3(arrays: BackwardArrays, options: LayerOptions, rows: int) -> tuple[
 
 
 def _lora_launches(
-    index: IndexLayout, operands: _Operands, limits: DeviceLimits, factors: Lora | None, fields: Mapping[str, Any]
+    index: IndexLayout,
+    operands: _Operands,
+    limits: DeviceLimits,
+    factors: Lora | None,
+    fields: Mapping[str, Any],
+    of: str | None,
 ) -> dict[str, Any]:
-    """Returns the launches of low-rank factors, by the names of `Backward`. fields: those of the products."""
+    """Returns the launches of low-rank factors, by the names of `Backward`.
+
+    fields: those of the products. of: the dtype of the factors' gradients, None for theirs.
+    """
     made: dict[str, Any] = {}
     if factors is None:
         return made
@@ -253,7 +261,7 @@ def _lora_launches(
     for pair, product in enumerate((up_bwd, down_bwd)):
         if pairs[pair][0]:
             of_pair = index, grads[pair], rows[pair], pairs[pair], scales[pair], limits, product and product.lora
-            made[f"lora{pair + 1}"] = lora.configure_backward(pair, *of_pair, up_fwd is not None)
+            made[f"lora{pair + 1}"] = lora.configure_backward(pair, *of_pair, up_fwd is not None, of)
     if up_fwd and up_fwd.lora:
         made["lora1_again"] = lora.configure_forward(0, index, operands.x, pairs[0], factors.scale1, up_fwd.lora)
     return made
@@ -444,7 +452,8 @@ def moe_backward(
     of_pair2 = None, None
     if steps.lora2 and "lora" in needs:
         rows_of_pair = (index, weighted_ptr), (grad_rows, arrays.grad_out)
-        of_pair2 = steps.lora2.gradients(run, *rows_of_pair, v2, weighted_u2, factors.a2)
+        to_pair = extras.grad_factors.a2, extras.grad_factors.b2
+        of_pair2 = steps.lora2.gradients(run, *rows_of_pair, v2, weighted_u2, factors.a2, to_pair)
     del v2, weighted_u2
     kept = (separate or recomputed, weighted) if steps.how.defers_weights else (None, None)
     del weighted, by_row
@@ -582,7 +591,7 @@ def _up_bwd_pass(
                 of_up_bwd, beside = steps.lora1.second.make(run, v1, factors.a1, of_up_bwd)
         if "lora" in steps.how.needs:
             of_pair = (index, layer.x), (index, first_layer_grad), v1, u1 or extras.lora_rows.u1 or None
-            made = steps.lora1.gradients(run, *of_pair, factors.a1)
+            made = steps.lora1.gradients(run, *of_pair, factors.a1, (extras.grad_factors.a1, extras.grad_factors.b1))
     if steps.up_bwd:
         if extras.decode is not None:
             extras.decode(run, index[EXPERT_TOKEN_OFFSETS], "up_bwd")

@@ -406,10 +406,10 @@ def run_backward(
             read = read._replace(layer=fp8.of_bfloat16(read.layer))
         form = read, saved.options, how, into_layouts, call.limits, _index_layout(index)
         plan: backward.Backward | chunks.BackwardChunks
+        factors_of = saved.lora and saved.lora.with_factors(layouts[_READ : _READ + len(FACTORS)])
         if isinstance(index, ChunkedIndices):
-            plan = chunks.configure_backward(*form, index.chunk_tokens)
+            plan = chunks.configure_backward(*form, index.chunk_tokens, factors_of)
         else:
-            factors_of = saved.lora and saved.lora.with_factors(layouts[_READ : _READ + len(FACTORS)])
             plan = backward.configure_backward(*form, to and to.place, factors_of)
         record = look.keep_described(plan, call, described)
     with current_device(record.device):

@@ -2,7 +2,7 @@
 
 Every chunk has a dispatch of its own, so its launches are those of a layer with so few tokens, at the addresses of its
 part of each array. Results and what is kept are whole arrays, of which chunks write their parts. The gradients of
-weights and biases are sums over the chunks, in float32 and in the order of the chunks.
+weights, biases and low-rank factors are sums over the chunks, in float32 and in the order of the chunks.
 
 The limit is for what forward allocates beyond out and what it keeps, and for all that backward allocates, gradients
 included. Chunks are as few as keep forward and its largest backward within it, by what a `Recorder` notes of them.
@@ -31,10 +31,11 @@ from moeblaze_cupy.layer import backward
 from moeblaze_cupy.layer import forward as experts
 from moeblaze_cupy.layer.backward import Accumulated, Backward, Results
 from moeblaze_cupy.layer.forward import PLAIN_PASS, Forward, ForwardResult, KeptMemory, PassExtras, half_columns
+from moeblaze_cupy.lora import config as lora_config
 from moeblaze_cupy.lora import launches as lora
 from moeblaze_cupy.rows import push
 from moeblaze_cupy.types import (
-    NO_LORA_ROWS,
+    FACTORS,
     BackwardArrays,
     BackwardOptions,
     ChunkedIndices,
@@ -108,26 +109,34 @@ class Kept(NamedTuple):
     lists: Layout
     first_layer: Layout | None
     y_swi: Layout | None
+    u1: Layout | None
+    u2: Layout | None
 
     @classmethod
-    def of(cls, index: IndexLayout, options: LayerOptions, h: int, dtype: str) -> "Kept":
-        """Returns those of one chunk."""
+    def of(
+        cls, index: IndexLayout, options: LayerOptions, h: int, dtype: str, ranks: Iterable[int | None] = (None, None)
+    ) -> "Kept":
+        """Returns those of one chunk. ranks: of both pairs of low-rank factors."""
         rows, first_layer = index.num_rows, None
         if options.save in ("minimal", "paper"):
             first_layer = packed((rows, h * options.halves), dtype)
         elif options.save == "fp8":
             first_layer = packed((launch_config.saved_fp8(rows, h, options.halves).nbytes,), "uint8")
         y_swi = packed((rows, h), dtype) if options.save == "paper" else None
-        return cls(packed((index.size,), "int32"), first_layer, y_swi)
+        u1, u2 = (
+            packed((rows, lora_config.padded(rank)), dtype) if rank and options.save != "recompute" else None
+            for rank in ranks
+        )
+        return cls(packed((index.size,), "int32"), first_layer, y_swi, u1, u2)
 
     @property
     def nbytes(self) -> int:
         return sum(map(_nbytes, self))
 
     @property
-    def steps(self) -> tuple[int, int, int]:
+    def steps(self) -> tuple[int, ...]:
         """Returns the bytes from one chunk's part to the next, for chunks of these sizes."""
-        return tuple(ceil_div(_nbytes(part), ALIGNMENT) * ALIGNMENT for part in self)  # type: ignore[return-value]  # as many
+        return tuple(ceil_div(_nbytes(part), ALIGNMENT) * ALIGNMENT for part in self)
 
     def joined(self, last: "Kept", number: int) -> "Kept":
         """Returns those of so many chunks, of which the last has these sizes."""
@@ -138,6 +147,10 @@ class Kept(NamedTuple):
                 part = packed((rows, *part.shape[1:]), part.dtype)
             whole.append(part)
         return Kept(*whole)  # type: ignore[arg-type]  # as many
+
+
+def _ranks(factors: Lora | None) -> tuple[int | None, ...]:
+    return tuple(a and a.shape[-2] for a in (factors.a1, factors.a2)) if factors else (None, None)
 
 
 def _nbytes(array: Layout | None) -> int:
@@ -156,7 +169,7 @@ class ForwardChunks:
     dtype: str
     row_bytes: LayerArrays  # from one token to the next
     kept: Kept  # of all chunks
-    kept_steps: tuple[int, int, int]
+    kept_steps: tuple[int, ...]
 
     @property
     def quantize(self) -> WeightsMade | None:
@@ -182,18 +195,18 @@ def moe_forward(
         ]
         to = extras._replace(out=Buffer(None, out.ptr + first * row_bytes), kept=KeptMemory(*parts))
         experts.moe_forward(run, of_chunk, _moved(layer, steps.row_bytes, first), to)
-    lists, first_layer, y_swi = (whole and whole.array for whole in memory)
-    return ForwardResult(out.array, lists, None, first_layer, y_swi, NO_LORA_ROWS)
+    lists, first_layer, y_swi, *lora_rows = (whole and whole.array for whole in memory)
+    return ForwardResult(out.array, lists, None, first_layer, y_swi, LoraRows(*lora_rows))
 
 
 @cached
 def _forward_chunks(
-    layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, quantizes: bool, cut: Cut
+    layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, quantizes: bool, cut: Cut, factors: Lora | None
 ) -> ForwardChunks:
     (L, d), (E, h, _), dtype, k = layer.x.shape, layer.w2.shape, layer.w2.dtype, layer.ids.shape[1]
     parts = (_part_of_layer(layer, number) for number in cut.sizes)
-    steps = tuple(experts.configure_forward(part, options, limits, quantizes) for part in parts)
-    kept = [Kept.of(IndexLayout(number, k, E), options, h, dtype) for number in cut.sizes]
+    steps = tuple(experts.configure_forward(part, options, limits, quantizes, None, factors) for part in parts)
+    kept = [Kept.of(IndexLayout(number, k, E), options, h, dtype, _ranks(factors)) for number in cut.sizes]
     index = IndexLayout(L, k, E)
     return ForwardChunks(
         options=options,
@@ -222,10 +235,12 @@ def fit(
     limits: DeviceLimits,
     frozen: tuple[str, ...] = (),
     decoded_bytes: int = 0,
+    factors: Lora | None = None,
 ) -> Fit:
     """Returns the fewest chunks within `options.memory_limit`; if there are none, those that allocate least.
 
-    frozen: "w1" or "w2" that are decoded in the call. decoded_bytes: of the memory that they are decoded to.
+    frozen: "w1" or "w2" that are decoded in the call. decoded_bytes: of the memory that they are decoded to. factors:
+    low-rank, their layouts.
     """
     L, limit = layer.x.shape[0], options.memory_limit
     assert limit is not None
@@ -234,7 +249,7 @@ def fit(
     def in_chunks(number: int) -> Fit:
         tokens = ceil_div(ceil_div(L, number), STEP) * STEP
         cut = Cut(L, max(min(tokens, L), 1))
-        return Fit(cut, decoded_bytes + peak_bytes(layer, options, limits, frozen, cut))
+        return Fit(cut, decoded_bytes + peak_bytes(layer, options, limits, frozen, cut, factors))
 
     number = 1
     while in_chunks(number).nbytes > limit and in_chunks(number).cut.tokens > STEP:
@@ -266,36 +281,43 @@ def configure_forward(
     """
     if options.memory_limit is None:
         return experts.configure_forward(layer, options, limits, quantizes, place, factors)
-    found = fit(layer, options, limits, frozen, decoded_bytes)
+    found = fit(layer, options, limits, frozen, decoded_bytes, factors)
     if found.nbytes > options.memory_limit:
         expected = f"at least {found.nbytes} bytes for {found.cut.num_tokens} tokens of this layer"
         raise checks.bad_value(function, "memory_limit", expected, options.memory_limit)
-    return _in_chunks(layer, options, limits, quantizes, found.cut)
+    return _in_chunks(layer, options, limits, quantizes, found.cut, factors)
 
 
 def _in_chunks(
-    layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, quantizes: bool, cut: Cut
+    layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, quantizes: bool, cut: Cut, factors: Lora | None
 ) -> Forward | ForwardChunks:
     if cut.tokens >= cut.num_tokens:
-        return experts.configure_forward(layer, options, limits, quantizes)
-    return _forward_chunks(layer, options, limits, quantizes, cut)
+        return experts.configure_forward(layer, options, limits, quantizes, None, factors)
+    return _forward_chunks(layer, options, limits, quantizes, cut, factors)
 
 
 def peak_bytes(
-    layer: LayerArrays, options: LayerOptions, limits: DeviceLimits, frozen: tuple[str, ...], cut: Cut
+    layer: LayerArrays,
+    options: LayerOptions,
+    limits: DeviceLimits,
+    frozen: tuple[str, ...],
+    cut: Cut,
+    factors: Lora | None = None,
 ) -> int:
     """Returns the most bytes that forward allocates beyond what it returns, or its largest backward with gradients.
 
-    Memory of decoded weights is not among them.
+    With low-rank factors it is the backward without gradients of what they adapt. Memory of decoded weights is not
+    among them.
     """
-    steps = _in_chunks(layer, options, limits, False, cut)
+    steps = _in_chunks(layer, options, limits, False, cut, factors)
     run, made = recorded_forward(steps)
-    kept = (made.lists, made.ids, made.first_layer, made.y_swi) if options.save is not None else ()
+    kept = (made.lists, made.ids, made.first_layer, made.y_swi, *made.lora_rows) if options.save is not None else ()
     peak = run.peak - sum(allocation_of(array).nbytes for array in (made.out, *kept) if array is not None)
     if options.save is not None:
-        how = backward.default_options(layer, frozen=frozen)._replace(keep_saved=True)
-        after = configure_after(steps, layer, limits, how)
-        peak = max(peak, recorded_backward(after, options)[0].peak)
+        how = backward.default_options(layer, factors, frozen)._replace(keep_saved=True)
+        after = configure_after(steps, layer, limits, how, factors=factors)
+        kept_rows = LoraRows(*(1 if rows is not None else 0 for rows in made.lora_rows))
+        peak = max(peak, recorded_backward(after, options, lora_rows=kept_rows)[0].peak)
     return peak
 
 
@@ -321,14 +343,14 @@ def configure_after(
     """
     if isinstance(forward, Forward):
         index = forward.dispatch.index
-        kept = Kept.of(index, forward.options, layer.w2.shape[1], forward.dtype)
+        kept = Kept.of(index, forward.options, layer.w2.shape[1], forward.dtype, _ranks(factors))
     else:
         index, kept = forward.index, forward.kept
     of_backward = layer._replace(ids=None, token_offsets=None)
-    arrays = BackwardArrays(packed(forward.out, forward.dtype, layer.x.device), of_backward, *kept)
+    arrays = BackwardArrays(packed(forward.out, forward.dtype, layer.x.device), of_backward, *kept[:3])
     form = arrays, forward.options, how, accumulate, limits, index
     if isinstance(forward, ForwardChunks):
-        return configure_backward(*form, forward.cut.tokens)
+        return configure_backward(*form, forward.cut.tokens, factors)
     return backward.configure_backward(*form, factors=factors)
 
 
@@ -398,15 +420,19 @@ class BackwardChunks:
     x: tuple[int, ...]
     slots_shape: tuple[int, ...]
     sums: Mapping[str, Sum]  # by name, of what has no buffer of the caller's
+    factor_sums: Mapping[str, lora.SummedGradient]  # by name, of low-rank factors
     grad_out_bytes: int  # from one token to the next, as of the following
     row_bytes: LayerArrays
-    kept_steps: tuple[int, int, int]  # from one chunk to the next
+    kept_steps: tuple[int, ...]  # from one chunk to the next
 
-    def of_chunk(self, arrays: BackwardArrays, number: int, first: int) -> BackwardArrays:
+    def of_chunk(
+        self, arrays: BackwardArrays, lora_rows: LoraRows, number: int, first: int
+    ) -> tuple[BackwardArrays, LoraRows]:
         """Returns a chunk's addresses. An array that was not kept is 0."""
-        kept = (start and start + number * step for start, step in zip(arrays[2:], self.kept_steps, strict=True))
+        starts = (*arrays[2:], *lora_rows)
+        kept = [start and start + number * step for start, step in zip(starts, self.kept_steps, strict=True)]
         layer = _moved(arrays.layer, self.row_bytes, first)
-        return BackwardArrays(arrays.grad_out + first * self.grad_out_bytes, layer, *kept)
+        return BackwardArrays(arrays.grad_out + first * self.grad_out_bytes, layer, *kept[:3]), LoraRows(*kept[3:])
 
 
 @cached
@@ -418,9 +444,11 @@ def configure_backward(
     limits: DeviceLimits,
     index: IndexLayout,
     tokens: int,
+    factors: Lora | None = None,
 ) -> BackwardChunks:
     """Configures `moe_backward` for arrays of these layouts and chunks of so many tokens; see `layer.backward`."""
     layer, cut, buffers = arrays.layer, Cut(index.num_tokens, tokens), dict(accumulate)
+    how = how._replace(lora_in_float32=factors is not None)
     h, dtype, k, E = layer.w2.shape[1], layer.w2.dtype, index.k, index.num_experts
     of_parameters: dict[str, tuple[type[Weight] | type[Bias], tuple[Layout, ...]]]
     of_parameters = {"w1": (Weight, layer.w1_parts), "w2": (Weight, (layer.w2,))}
@@ -436,19 +464,21 @@ def configure_backward(
         of_chunk = IndexLayout(number, k, E)
         kept = (
             part and part._replace(misalignment=whole.misalignment)
-            for part, whole in zip(Kept.of(of_chunk, options, h, dtype), arrays[2:], strict=True)
+            for part, whole in zip(Kept.of(of_chunk, options, h, dtype)[:3], arrays[2:], strict=True)
         )
         part = BackwardArrays(_first_rows(arrays.grad_out, number), _part_of_layer(layer, number), *kept)
-        steps.append(backward.configure_backward(part, options, how, into, limits, of_chunk))
+        steps.append(backward.configure_backward(part, options, how, into, limits, of_chunk, None, factors))
+    of_factors = zip(FACTORS, factors.factors, strict=True) if factors and "lora" in how.needs else ()
     return BackwardChunks(
         cut=cut,
         steps=tuple(steps),
         x=layer.x.shape,
         slots_shape=index.slots_shape,
         sums=sums,
+        factor_sums={name: lora.SummedGradient.of(factor) for name, factor in of_factors if factor},
         grad_out_bytes=_row_bytes(arrays.grad_out),
         row_bytes=_steps_of_layer(layer),
-        kept_steps=Kept.of(IndexLayout(cut.sizes[0], k, E), options, h, dtype).steps,
+        kept_steps=Kept.of(IndexLayout(cut.sizes[0], k, E), options, h, dtype, _ranks(factors)).steps,
     )
 
 
@@ -467,15 +497,26 @@ def moe_backward(
     grad_weights = run.empty(steps.slots_shape, of_weights) if "weights" in needs else None
     sums = {name: of.make(run) for name, of in steps.sums.items()}
     into = {**accumulate, **{name: addresses for name, (_, addresses) in sums.items()}}
+    of_factors = {name: of.memory(run) for name, of in steps.factor_sums.items()}
+    made: dict[str, Any] = {}
     x_bytes = math.prod(steps.x[1:]) * ITEMSIZE[dtype]
     weights_bytes = math.prod(steps.slots_shape[1:]) * ITEMSIZE[of_weights]
     for number, first, of_chunk in steps.cut.chunks(steps.steps):
+        addresses, lora_rows = steps.of_chunk(arrays, extras.lora_rows, number, first)
+        places = {name: of.place(of_factors[name], number == 0) for name, of in steps.factor_sums.items()}
         to = extras._replace(
             out=grad_x and Buffer(None, grad_x.ptr + first * x_bytes),
             grad_weights=grad_weights and Buffer(None, grad_weights.ptr + first * weights_bytes),
+            lora_rows=lora_rows,
+            grad_factors=extras.grad_factors._replace(**places),
         )
-        backward.moe_backward(run, of_chunk, saved, into, steps.of_chunk(arrays, number, first), to)
-    made = {}
+        backward.moe_backward(run, of_chunk, saved, into, addresses, to)
+        is_last = first + steps.cut.tokens >= steps.cut.num_tokens
+        if number or is_last:  # a record of one size of chunks has one alone
+            for name, of in steps.factor_sums.items():  # each of the last sums makes room
+                made[name] = of.added(run, of_factors.pop(name) if is_last else of_factors[name], is_last)
+    if steps.factor_sums:
+        made = {"lora": Lora(**made, scale1=None, scale2=None)}
     for name in reversed(list(sums)):  # w2 before w1: what it is a sum of makes room
         made[name] = steps.sums[name].finish(run, *sums.pop(name))
     return Results(Gradients(grad_x and grad_x.array, grad_weights and grad_weights.array, **made), None, None)

@@ -232,6 +232,8 @@ class KeptMemory(NamedTuple):
     lists: Buffer | None = None
     first_layer: Buffer | None = None
     y_swi: Buffer | None = None
+    u1: Buffer | None = None
+    u2: Buffer | None = None
 
 
 NEW_MEMORY = KeptMemory()
@@ -251,6 +253,7 @@ class PassExtras(NamedTuple):
     lora_rows: LoraRows = LoraRows(0, 0)  #: addresses of what forward kept of them
     kept: KeptMemory = NEW_MEMORY  #: of a forward
     grad_weights: Buffer | None = None  #: memory for the gradient of the router weights; None allocates it
+    grad_factors: Lora = Lora(0, 0, 0, 0)  #: addresses of memory for the gradients of the factors; 0 allocates it
 
 
 PLAIN_PASS = PassExtras()
@@ -258,7 +261,7 @@ PLAIN_PASS = PassExtras()
 
 def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassExtras = PLAIN_PASS) -> ForwardResult:
     """Runs paper section 3.1, from the addresses of the layer's arrays."""
-    out, wait, weights_fp8, x_scales, _, to, decode, factors, _, kept, _ = extras
+    out, wait, weights_fp8, x_scales, _, to, decode, factors, _, kept, *_ = extras
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets, kept.lists)
     if decode is not None:
         decode(run, index[EXPERT_TOKEN_OFFSETS], "up_fwd", begins=True)
@@ -282,7 +285,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
         of_up_fwd = GemmExtras(x_e4m3.scales, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
         of_down_fwd = GemmExtras(y_e4m3[1].ptr, weights_fp8.w2_scales, 0, 0, *to)
     if steps.lora1:
-        u1, of_up_fwd, beside_up = steps.lora1.make(run, index, layer.x, (factors.a1, factors.b1), of_up_fwd)
+        u1, of_up_fwd, beside_up = steps.lora1.make(run, index, layer.x, (factors.a1, factors.b1), of_up_fwd, kept.u1)
     if steps.up_fwd:
         first_layer_ptr, unquantized = first_layer.ptr if first_layer else 0, None
         if steps.quantize_saved:
@@ -309,7 +312,8 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     if not (out or to.peers):
         out = run.empty(steps.out, steps.dtype)  # comes after the first launches, which it can wait for
     if steps.lora2:
-        u2, of_down_fwd, beside_down = steps.lora2.make(run, index, y_swi_ptr, (factors.a2, factors.b2), of_down_fwd)
+        of_pair = (factors.a2, factors.b2), of_down_fwd, kept.u2
+        u2, of_down_fwd, beside_down = steps.lora2.make(run, index, y_swi_ptr, *of_pair)
         y_swi = None if y_e4m3 and not steps.keeps_y_swi else y_swi  # which nothing else reads
     if steps.down_fwd:
         if decode is not None:

@@ -14,6 +14,7 @@ MAX_RANK = 256
 
 
 NAMES = tuple(f"lora.{name}" for name in FACTORS)
+SUMMED = 8  # elements that a thread adds of a gradient in chunks
 
 
 def given(function: str, lora: Any) -> Lora:
@@ -65,3 +66,11 @@ def layer(function: str, of: LayerArrays, options: LayerOptions, factors: Sequen
         checks.shape(function, second, b, f"E, {letter}, r", (E, rows, rank))
         for name, array in ((first, a), (second, b)):
             checks.dtype(function, name, array, tuple(dict.fromkeys(("float32", of.x.dtype))))
+
+
+def summed(function: str, factors: Sequence[Array | None]) -> None:
+    """Checks that the gradients of these factors can be sums over chunks of tokens. factors: in the order of NAMES."""
+    for name, factor in zip(NAMES, factors, strict=True):
+        if factor is not None and factor.size % SUMMED:
+            expected = f"a multiple of {SUMMED} elements with memory_limit"
+            raise checks.bad_value(function, name, expected, factor.size)

@@ -14,8 +14,8 @@ from moeblaze_cupy.cuda.launch_config import DeviceLimits, ceil_div
 from moeblaze_cupy.cuda.loader import ELEMENTS, Variant, variant_of
 from moeblaze_cupy.cuda.runtime import Launch, Runtime
 from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
-from moeblaze_cupy.frameworks import Buffer, Layout
-from moeblaze_cupy.gemm.products import PLAIN, Factor, GemmExtras, Operand, PlacedFactor, is_aligned
+from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout
+from moeblaze_cupy.gemm.products import PLAIN, Factor, GemmExtras, Operand, PlacedFactor, is_aligned, sum_of_two
 from moeblaze_cupy.lora import config
 from moeblaze_cupy.types import LayerOptions, Lora
 
@@ -172,15 +172,15 @@ class Rows:
     shape: tuple[int, int]
     dtype: str
 
-    def make(self, run: Runtime, lists: Lists, rows: int, factor: int) -> Buffer:
-        """rows, factor: addresses."""
-        return self.make_weighted(run, lists, rows, factor, 0, 0)[0]
+    def make(self, run: Runtime, lists: Lists, rows: int, factor: int, to: Buffer | None = None) -> Buffer:
+        """rows, factor: addresses. to: memory for the product; None allocates it."""
+        return self.make_weighted(run, lists, rows, factor, 0, 0, to)[0]
 
     def make_weighted(
-        self, run: Runtime, lists: Lists, rows: int, factor: int, other: int, weights: int
+        self, run: Runtime, lists: Lists, rows: int, factor: int, other: int, weights: int, to: Buffer | None = None
     ) -> tuple[Buffer, Buffer | None]:
         """Also other rows (R, ranks) times the rows' weights. other: 0 for none. weights: 0 for 1."""
-        made, weighted = run.empty(self.shape, self.dtype), run.empty(self.shape, self.dtype) if other else None
+        made, weighted = to or run.empty(self.shape, self.dtype), run.empty(self.shape, self.dtype) if other else None
         packed, memory = self.factor.make(run, factor)
         beside = other, weights, weighted.ptr if weighted else 0
         run.launch(self.product, rows, packed, made.ptr, *beside, *lists)
@@ -245,10 +245,16 @@ class Forward(NamedTuple):
     second: Second
 
     def make(
-        self, run: Runtime, lists: Lists, rows: int, factors: tuple[int, int], extras: GemmExtras = PLAIN
+        self,
+        run: Runtime,
+        lists: Lists,
+        rows: int,
+        factors: tuple[int, int],
+        extras: GemmExtras = PLAIN,
+        to: Buffer | None = None,
     ) -> tuple[Buffer, GemmExtras, Buffer | None]:
-        """The rows u, and what `Second.make` returns. rows, factors: addresses."""
-        u = self.rows.make(run, lists, rows, factors[0])
+        """The rows u, and what `Second.make` returns. rows, factors: addresses. to: memory for u, or None."""
+        u = self.rows.make(run, lists, rows, factors[0], to)
         return u, *self.second.make(run, u, factors[1], extras)
 
 
@@ -271,18 +277,25 @@ class Gradient:
     shape: tuple[int, ...]
     dtype: str
 
-    def make(self, run: Runtime, lists: Lists, rows: int, u: Buffer | int | None) -> Any:
-        """A new array. rows: as of lora_gram.cu. u: None where there are no rows."""
-        made, parts = run.empty(self.shape, self.dtype), run.empty(self.parts, "float32")
+    def make(self, run: Runtime, lists: Lists, rows: int, u: Buffer | int | None, to: int = 0) -> Any:
+        """A new array, or None where there is memory. rows: as of lora_gram.cu. u: None where there are no rows.
+
+        to: the address of memory for it, 0 for none.
+        """
+        made = None if to else run.empty(self.shape, self.dtype)
+        parts = run.empty(self.parts, "float32")
         if u is not None:
             run.launch(self.gram, rows, u.ptr if isinstance(u, Buffer) else u, parts.ptr, *lists)
-        run.launch(self.sums, parts.ptr, lists[EXPERT_TOKEN_OFFSETS], made.ptr)
-        return made.array
+        run.launch(self.sums, parts.ptr, lists[EXPERT_TOKEN_OFFSETS], made.ptr if made else to)
+        return made and made.array
 
 
 def _gradient(
-    entry: str, index: IndexLayout, rows: Operand, view: _View, ranks_first: bool, gathers: bool, limits: DeviceLimits
-) -> Gradient:
+    entry: str, index: IndexLayout, rows: Operand, view: _View, ranks_first: bool, gathers: bool, limits: DeviceLimits,
+    of: str | None,
+) -> Gradient:  # fmt: skip
+    """of: its dtype, None for the factor's."""
+    of = of or view.layout.dtype
     ranks, columns, dtype, E = config.padded(view.rank), view.columns, rows.dtype, index.num_experts
     block = config.block_ranks(ranks, 64)
     shift, why = config.chunk_shift(index.num_rows, columns, ranks, limits)
@@ -301,7 +314,7 @@ def _gradient(
     outputs = E if len(view.layout.shape) == 3 else 1
     tile_ranks, tile_columns, shifts = config.tile(ranks, 32, config.LORA_SUMS_TILE)
     sums = Launch(
-        sums_variant(view.layout.dtype, (columns if ranks_first else view.rank) % 8 == 0),
+        sums_variant(of, (columns if ranks_first else view.rank) % 8 == 0),
         (ceil_div(columns, tile_columns), ceil_div(ranks, tile_ranks), outputs),
         config.LORA_PACK_THREADS,
         ("parts", "expert_token_offsets", "out"),
@@ -314,7 +327,41 @@ def _gradient(
         },
         why=("adds the partial sums of chunks in a fixed order",),
     )
-    return Gradient((chunks, columns, ranks), gram, sums, view.layout.shape, view.layout.dtype)
+    return Gradient((chunks, columns, ranks), gram, sums, view.layout.shape, of)
+
+
+@dataclass(frozen=True, eq=False)
+class SummedGradient:
+    """The gradient of a factor as a sum over chunks of tokens, in float32 and in the order of the chunks.
+
+    A chunk's gradient goes behind the sum, to which it is then added. The last addition rounds to the factor's dtype.
+    """
+
+    size: int
+    shape: tuple[int, ...]
+    dtype: str
+    add: Launch
+    last_add: Launch
+
+    @classmethod
+    def of(cls, factor: Layout) -> "SummedGradient":
+        """factor: has a multiple of 8 elements."""
+        size = math.prod(factor.shape)
+        adds = (sum_of_two(size, dtype) for dtype in ("float32", factor.dtype))
+        return cls(size, factor.shape, factor.dtype, *adds)
+
+    def memory(self, run: Runtime) -> Buffer:
+        return run.empty((2, self.size), "float32")
+
+    def place(self, memory: Buffer, is_first: bool) -> int:
+        """The address of a chunk's gradient."""
+        return memory.ptr if is_first else memory.ptr + self.size * ITEMSIZE["float32"]
+
+    def added(self, run: Runtime, memory: Buffer, is_last: bool) -> Any:
+        """Adds the chunk's gradient to the sum. Returns the gradient of the factor after the last one, else None."""
+        made = run.empty(self.shape, self.dtype) if is_last else None
+        run.launch(self.last_add if is_last else self.add, memory.ptr, 0, made.ptr if made else memory.ptr, 0)
+        return made and made.array
 
 
 class Backward(NamedTuple):
@@ -334,31 +381,33 @@ class Backward(NamedTuple):
         v: Buffer | None,
         u: Buffer | int | None,
         first: int,
+        to: tuple[int, int],
     ) -> tuple[Any, Any]:
         """Of the factors. rows, grad: as of `configure_backward`, the lists and an address. first: the factor's.
 
-        v, u: None where there are no rows, u also where it is made again.
+        v, u: None where there are no rows, u also where it is made again. to: as of `Gradient.make`.
         """
         if self.again:
             u = self.again.make(run, *rows, first)
-        of_second = self.of_second.make(run, *grad, u)
-        return self.of_first.make(run, *rows, v), of_second
+        of_second = self.of_second.make(run, *grad, u, to[1])
+        return self.of_first.make(run, *rows, v, to[0]), of_second
 
 
 def configure_backward(
     pair: int, index: IndexLayout, grad: Operand, rows: Operand, factors: tuple[Layout, Layout], scale: float,
-    limits: DeviceLimits, placed: PlacedFactor | None, again: bool,
+    limits: DeviceLimits, placed: PlacedFactor | None, again: bool, of: str | None,
 ) -> Backward:  # fmt: skip
     """grad: the gradient of the product's result, gathered of pair 1. rows: what the product multiplies.
 
-    placed: as the product of grad reads the first factor, if there is one. again: u2 was not kept.
+    placed: as the product of grad reads the first factor, if there is one. again: u2 was not kept. of: the dtype of
+    gradients, None for the factors'.
     """
     (first, second), name, gathers = factors, pair + 1, pair == 1
     u2_again = configure_rows("lora_u2", index, rows, first, True, False, scale) if again and pair == 1 else None
     return Backward(
         configure_rows(f"lora_v{name}", index, grad, second, False, gathers, scale),
         placed and configure_second(placed, rows.dtype, first, True),
-        _gradient(f"lora_da{name}", index, rows, _View.of(first, True), True, not gathers, limits),
-        _gradient(f"lora_db{name}", index, grad, _View.of(second, False), False, gathers, limits),
+        _gradient(f"lora_da{name}", index, rows, _View.of(first, True), True, not gathers, limits, of),
+        _gradient(f"lora_db{name}", index, grad, _View.of(second, False), False, gathers, limits, of),
         u2_again,
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.lora.checks import SUMMED
 from moeblaze_cupy.tools.command import CommandError
 from moeblaze_cupy.tools.memory import PLAIN, LayerShape
 from moeblaze_cupy.types import LayerOptions
@@ -34,8 +35,11 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         memory_limit=getattr(args, "memory_limit", None),
     )
     if s.memory_limit is not None:
-        if s.ragged or s.lora_rank:
-            raise CommandError("--memory-limit: expected none with --pairs or --lora-rank")
+        if s.ragged:
+            raise CommandError("--memory-limit: expected none with --pairs")
+        if s.lora_rank and (s.E * s.lora_rank * s.d % SUMMED or s.E * s.lora_rank * s.h % SUMMED):
+            expected = f"factors with a multiple of {SUMMED} elements with --memory-limit"
+            raise CommandError(f"--lora-rank: expected {expected}, got {s.lora_rank}")
         if s.b == 2 and (s.d % 8 or s.h % 8):
             expected = f"none with {s.dtype} and d or h that are no multiples of 8"
             raise CommandError(f"--memory-limit: expected {expected}, got {s.d} and {s.h}")

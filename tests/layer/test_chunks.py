@@ -15,6 +15,7 @@ from moeblaze_cupy.tools import dry_run, memory
 from moeblaze_cupy.types import ChunkedIndices, LayerOptions
 from tests.cases import Case, make_inputs
 from tests.fakes import Layer, launches, limits_of, use
+from tests.lora.lora_cases import by_name, problem
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = [
@@ -26,6 +27,7 @@ SHAPES = [
     Layer(500, 2, 3, 64, 72, slots=LayerOptions(unreduced=True)),
     Layer(500, 2, 3, 64, 72, slots=LayerOptions(weights_on="input", identity_experts=3)),
     Layer(4096, 8, 4, 256, 128),
+    Layer(1000, 2, 5, 64, 200, "transposed", rank=12, needs=("x", "weights", "lora")),
 ]
 
 
@@ -72,7 +74,8 @@ def test_passes_stay_within_the_limit(layer, save, tier, monkeypatch, forget):
     numbers = []
     for limit in (least, (3 * least + whole) // 4, (least + whole) // 2, whole - 1, whole, 2 * whole):
         limited = replace(layer, memory_limit=limit)
-        for variant in (limited, replace(limited, keep_saved=True), replace(limited, accumulate=("w1", "w2"))):
+        kinds = {"keep_saved": True}, {"accumulate": tuple(name for name in ("w1", "w2") if name in layer.needs)}
+        for variant in (limited, *(replace(limited, **kind) for kind in kinds)):
             forward, backward, saved = peaks(device, variant)
             assert max(forward, backward) <= limit
         is_chunked = saved is not None and isinstance(saved.index, ChunkedIndices)
@@ -108,20 +111,26 @@ def test_one_chunk_fewer_does_not_fit(layer, tier, monkeypatch, forget):
 
 
 @pytest.mark.parametrize("save", ["recompute", "minimal", "fp8", "paper", None])
-@pytest.mark.parametrize(("L", "d", "k", "E"), [(512, 64, 2, 5), (700, 600, 3, 4), (4096, 256, 8, 4)])
-def test_plan_gives_the_bytes_of_the_layer(L, d, k, E, save, monkeypatch, forget):
+@pytest.mark.parametrize(
+    ("L", "d", "k", "E", "rank"),
+    [(512, 64, 2, 5, None), (700, 600, 3, 4, None), (4096, 256, 8, 4, None), (1024, 64, 2, 5, 12)],
+)
+def test_plan_gives_the_bytes_of_the_layer(L, d, k, E, rank, save, monkeypatch, forget):
     device = use(monkeypatch)
     for transposed in (False, True):
-        layer = Layer(L, k, E, d, 72, "transposed" if transposed else "row", save=save)
+        of_factors = {"rank": rank, "needs": ("x", "weights", "lora")} if rank else {}
+        layer = Layer(L, k, E, d, 72, "transposed" if transposed else "row", save=save, **of_factors)
         least = least_of(device, layer)
         for limit in (least, least * 5 // 4, least * 2):
-            shape = memory.LayerShape(L, d, 72, E, k, transposed=transposed, memory_limit=limit)
+            of_shape = {"transposed": transposed, "memory_limit": limit, "lora_rank": rank}
+            shape = memory.LayerShape(L, d, 72, E, k, **of_shape)
             run = dry_run.layer(shape, save)
             forward, backward, saved = peaks(device, replace(layer, memory_limit=limit))
             assert (run.forward_peak_bytes, run.backward_peak_bytes) == (forward, backward)
             if saved is not None:
                 assert saved.nbytes == run.saved_bytes - run.x_bytes
                 assert getattr(saved.index, "chunk_tokens", L) == run.chunk_tokens
+                assert rank is None or "gradient of lora.b2" in run.passes[1].kept
 
 
 def test_a_limit_that_one_chunk_keeps_changes_no_launch(monkeypatch, forget):
@@ -201,15 +210,12 @@ ON_CPU = Case(L=40, k=2, E=3, d=24, h=16)
         ({"memory_limit": 1e9}, TypeError, "expected an int, got 1000000000.0"),
         ({"memory_limit": True}, TypeError, "expected an int, got True"),
         ({"memory_limit": 9, "max_slots": 5}, ValueError, "expected None with max_slots"),
-        ({"memory_limit": 9, "lora": True}, ValueError, "expected None with lora"),
         ({"memory_limit": 9, "token_offsets": True}, ValueError, "expected None with token_offsets"),
     ],
     ids=str,
 )
 def test_options_without_chunks(options, error, message):
     x, ids, weights, w1, w2, _ = make_inputs(ON_CPU, 0, np.float32)
-    if "lora" in options:
-        options["lora"] = mb.Lora(np.ones((3, 4, 24), np.float32), np.ones((3, 32, 4), np.float32))
     if "token_offsets" in options:
         ids, weights = ids.ravel(), weights.ravel()
         options["token_offsets"] = np.arange(41, dtype=np.int32) * 2
@@ -226,14 +232,43 @@ def test_widths_that_sums_are_not_rounded_in():
 
 def test_the_cpu_has_no_limit():
     """The options pass their checks, and the results are those without."""
-    x, ids, weights, w1, w2, grad_out = make_inputs(ON_CPU, 0, np.float32)
-    results = []
-    for limit in (None, 1):
-        out, saved = mb.moe_forward(x, ids, weights, w1, w2, memory_limit=limit)
-        results.append((out, *mb.moe_backward(grad_out, saved)))
-        assert saved.options.memory_limit == limit
-    for name, plain, limited in zip(("out", "x", "weights", "w1", "w2"), *results, strict=True):
-        np.testing.assert_array_equal(plain, limited, name)
+    (x, ids, weights, w1, w2, grad_out), lora = problem(ON_CPU, (4, 8), np.float32)
+    for factors in (None, lora):
+        results = []
+        for limit in (None, 1):
+            out, saved = mb.moe_forward(x, ids, weights, w1, w2, lora=factors, memory_limit=limit)
+            results.append(by_name(out, mb.moe_backward(grad_out, saved)))
+            assert saved.options.memory_limit == limit
+        for name, plain in results[0].items():
+            np.testing.assert_array_equal(results[1][name], plain, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["minimal", "fp8", "recompute", "paper"])
+@pytest.mark.parametrize(("dtype", "shared"), [(BF16, False), (np.float32, True)], ids=str)
+def test_chunks_with_factors_on_a_gpu(dtype, shared, save):
+    """Against the layer without a limit, whose factors' gradients are sums in another order."""
+    cupy = pytest.importorskip("cupy")
+    case = Case(L=3000, k=3, E=6, d=520, h=136, order="transposed", routing="absent")
+    inputs, lora = problem(case, (16, 24), BF16, factor_dtype=dtype, shared=shared)
+    x, ids, weights, w1, w2, grad_out = map(cupy.asarray, inputs)
+    given = {"lora": lora.with_factors(map(cupy.asarray, lora.factors)), "save": save}
+    out, saved = mb.moe_forward(x, ids, weights, w1, w2, **given)
+    plain = by_name(out, mb.moe_backward(grad_out, saved))
+    with pytest.raises(ValueError, match="memory_limit: expected at least") as error:
+        mb.moe_forward(x, ids, weights, w1, w2, **given, memory_limit=1)
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    for limit in (least, least * 5 // 4):
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, **given, memory_limit=limit)
+        assert isinstance(saved.index, ChunkedIndices)
+        got = by_name(out, mb.moe_backward(grad_out, saved))
+        assert got.keys() == plain.keys()
+        for name, of in plain.items():
+            # Of factors, sums in another order; those in bf16 are rounded to 8 bits afterwards.
+            tolerance = {"out": 0, "x": 0, "weights": 1e-5}.get(name, 2**-8 if dtype is BF16 else 1e-5)
+            one, other = (np.asarray(array.get()).astype(np.float64) for array in (got[name], of))
+            assert got[name].dtype == of.dtype
+            assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other), name
 
 
 @pytest.mark.gpu

@@ -15,6 +15,8 @@ from moeblaze_cupy.lora import config as lora_config
 from tests.cases import Case, relative_error
 from tests.layer.test_device_code import DEEP_STAGES, OUTLIER, emulated, in_float64
 from tests.lora.lora_cases import NAMES, by_name, exact, problem
+from tests.quantised.cases import random_weight
+from tests.quantised.test_decode import on_device
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 # Relative norms, as of test_device_code.py. u and v are one more value that is rounded on the way to each result.
@@ -231,3 +233,88 @@ def test_many_chunks(monkeypatch, tier):
     for shared, rank in itertools.product((False, True), (16, 80)):
         inputs, lora = problem(SMALL, (rank, rank), DTYPES["bfloat16"], factor_dtype=np.float32, shared=shared)
         check(tier, inputs, lora)
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize(
+    ("save", "ranks", "of_lora"),
+    [
+        ("minimal", (4, 17), {"factor_dtype": np.float32}),
+        ("recompute", (4, 8), {"shared": True}),
+        ("paper", (None, 8), {"strided": True}),
+        ("fp8", (8, None), {}),
+        (None, (8, 8), {}),
+    ],
+    ids=str,
+)
+def test_chunks_of_tokens(tier, save, ranks, of_lora):
+    """Within a limit of memory: the bits of out and of x's gradient, and sums over the chunks in float32.
+
+    "recompute" also asks for the gradients of what the factors adapt.
+    """
+    case = replace(SMALL, L=330, E=5, routing="empty_experts")
+    inputs, lora = problem(case, ranks, DTYPES["bfloat16"], **of_lora)
+    needs = ("x", "weights", "lora", *(("w1", "w2") if save == "recompute" else ()))
+    with on(tier) as device:
+        want = run(device, inputs, lora, needs=needs, save=save)
+        with pytest.raises(ValueError, match="memory_limit: expected at least") as error:
+            run(device, inputs, lora, save=save, memory_limit=1)
+        least = int(str(error.value).split("at least ")[1].split()[0])
+        device.launched.clear()
+        got = run(device, inputs, lora, needs=needs, save=save, memory_limit=least * 6 // 5)
+        assert sum(entry == "down_fwd" for entry in device.launched) > 2
+    assert_right(got, inputs, lora, save)
+    assert got.keys() == want.keys()
+    for name, values in want.items():
+        assert got[name].dtype == values.dtype
+        if name in ("out", "x"):
+            np.testing.assert_array_equal(got[name], values, name)
+        else:  # a few sums in another order lie on the other side of a tie
+            assert relative_error(in_float64(got[name]), in_float64(values)) <= 2**-9, name
+    for name in NAMES:
+        if f"lora.{name}" in got and not (of_lora.get("shared") and name in ("a1", "a2")):
+            assert not np.any(in_float64(got[f"lora.{name}"])[::2])  # experts without rows
+
+
+def test_chunks_of_float32_layers():
+    """d and h are odd, but the factors have multiples of 8 elements; others are refused unless nothing is saved."""
+    inputs, lora = problem(replace(ODD, L=330), (8, 8), DTYPES["float32"])
+    with on("sm80") as device:
+        with pytest.raises(ValueError, match="memory_limit: expected at least") as error:
+            run(device, inputs, lora, memory_limit=1)
+        least = int(str(error.value).split("at least ")[1].split()[0])
+        device.launched.clear()
+        assert_right(run(device, inputs, lora, needs=("x", "weights", "lora"), memory_limit=least), inputs, lora)
+        assert sum(entry == "down_fwd" for entry in device.launched) > 2
+        inputs, lora = problem(ODD, (5, 33), DTYPES["float32"])
+        expected = r"moe_forward: lora.a1: expected a multiple of 8 elements with memory_limit, got 1065"
+        with pytest.raises(ValueError, match=expected):
+            run(device, inputs, lora, memory_limit=10**9)
+        run(device, inputs, lora, memory_limit=10**9, save=None)
+
+
+def test_chunks_over_frozen_experts():
+    """The bits of out and of x's gradient; the factors of experts that each chunk decodes."""
+    inputs, lora = problem(Case(L=330, k=2, E=3, d=64, h=64), (4, 4), DTYPES["bfloat16"], factor_dtype=np.float32)
+    x, ids, weights, *_, grad_out = inputs
+    packed = [random_weight("mxfp4", (3, 64, columns), None, i) for i, columns in enumerate((128, 64))]
+    with on("sm80") as device:
+        arrays = [device.put(a) for a in (x, ids, weights)] + [on_device(device, weight) for weight in packed]
+        grad_out, factors = device.put(grad_out), lora.with_factors(put(device, factor) for factor in lora.factors)
+
+        def results(limit):
+            out, saved = mb.moe_forward(*arrays, lora=factors, memory_limit=limit)
+            found = by_name(out, mb.moe_backward(grad_out, saved))
+            device.synchronize()
+            return found
+
+        want = results(None)
+        with pytest.raises(ValueError, match="memory_limit: expected at least") as error:
+            results(1)
+        device.launched.clear()
+        got = results(int(str(error.value).split("at least ")[1].split()[0]) * 6 // 5)
+        assert sum(entry == "down_fwd" for entry in device.launched) > 2
+    assert got.keys() == want.keys() == {"out", "x", "weights", *(f"lora.{name}" for name in NAMES)}
+    for name, values in want.items():
+        tolerance = {"out": 0, "x": 0}.get(name, 2**-20)
+        assert relative_error(in_float64(got[name]), in_float64(values)) <= tolerance, name

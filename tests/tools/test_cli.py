@@ -271,10 +271,15 @@ def test_plan_with_a_memory_limit(capsys):
     assert_fails(
         capsys, [*plan, "--memory-limit", "9"], "memory_limit: expected at least", "got 9, with save='recompute'"
     )
-    for options in (["--pairs"], ["--lora-rank", "4"]):
-        assert_fails(capsys, [*plan, "--memory-limit", "9", *options], "--memory-limit: expected none with --pairs")
+    assert_fails(capsys, [*plan, "--memory-limit", "9", "--pairs"], "--memory-limit: expected none with --pairs")
+    assert run(*plan, "--memory-limit", str(limit), "--lora-rank", "16", "--json") == 0
+    of_factors = json.loads(capsys.readouterr().out)["memory"]["minimal"]
+    assert of_factors["backward_peak_bytes"] <= limit and of_factors["chunk_tokens"] < 20000
     odd = ["plan", "--tokens", "8", "--d-model", "12", "--d-hidden", "8", "--experts", "4", "--k", "2"]
     assert_fails(capsys, [*odd, "--memory-limit", "9"], "--memory-limit: expected none with bfloat16", "got 12 and 8")
+    odd = [*odd, "--dtype", "float32", "--lora-rank", "1"]
+    odd[odd.index("--d-model") + 1] = "13"
+    assert_fails(capsys, [*odd, "--memory-limit", "9"], "--lora-rank: expected factors with a multiple of 8", "got 1")
 
 
 def test_plan_of_factors_beside_e4m3(capsys):

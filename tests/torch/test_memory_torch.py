@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, fit_saves, moe  # noqa: E402
 from moeblaze_cupy.interop.torch import autograd as torch_autograd  # noqa: E402
@@ -86,8 +88,31 @@ def test_one_graph_is_refused_with_the_reason():
 
 def test_transforms_are_refused():
     inputs = inputs_of(requires_grad=False)
-    with pytest.raises(ValueError, match="moe: memory_limit: expected None with tensor subclasses, dispatch modes"):
+    with pytest.raises(ValueError, match="moe: memory_limit: expected None with tensor subclasses, transforms"):
         torch.func.grad(lambda x: moe(x, *inputs[1:], memory_limit=10**9).sum())(inputs[0])
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_products_are_counted(save):
+    """As those of a layer without a limit, which is an operator under such a mode, and with its results."""
+    inputs, grad_out, counts = inputs_of(), torch.randn(40, 32), []
+    want = step(inputs, grad_out, save=save)
+    for limit in (None, 10**9):
+        with FlopCounterMode(display=False) as counter:
+            got = step(inputs, grad_out, save=save, memory_limit=limit)
+            with torch.no_grad():
+                moe(*inputs, memory_limit=limit)
+        counts.append(counter.get_total_flops())
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+    assert counts[0] == counts[1] >= 4 * 2 * 40 * 2 * 32 * 24 * 3
+
+
+def test_main_grad_under_a_dispatch_mode_is_refused():
+    x, ids, weights, *_ = inputs_of(requires_grad=False)
+    w1, w2 = torch.nn.Parameter(torch.randn(5, 32, 48)), torch.nn.Parameter(torch.randn(5, 24, 32))
+    w1.main_grad, w2.main_grad = torch.zeros_like(w1), torch.zeros_like(w2)
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match="main_grad under a dispatch mode"):
+        moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True, memory_limit=10**9)
 
 
 def test_module():
@@ -96,10 +121,12 @@ def test_module():
     x, plain = torch.randn(7, 32), MoE(**SIZES)
     plain.load_state_dict(layer.state_dict())
     assert torch.equal(layer(x), plain(x))
+    factors = MoE(**SIZES, memory_limit=10**9, lora_rank=4)
+    factors(x).sum().backward()
+    assert factors.lora_b1.grad.abs().max() > 0 and factors.w1.grad is None
     for options, error, message in [
         ({"memory_limit": 0}, ValueError, "MoE: memory_limit: expected None, or at least 1 byte, got 0"),
         ({"memory_limit": 1.5}, TypeError, "MoE: memory_limit: expected an int, got 1.5"),
-        ({"memory_limit": 9, "lora_rank": 4}, ValueError, "MoE: memory_limit: expected None with lora, which goes"),
     ]:
         with pytest.raises(error, match=message):
             MoE(**SIZES, **options)
@@ -145,6 +172,17 @@ def test_layers_get_what_fits():
     assert "save='fp8' keeps" in lines[0] and lines[0].endswith("of 0 that are left")
     exact = fit_saves(model, 100, sum(of["fp8"]), policies=("minimal", "recompute"), report=None)
     assert {chosen.save for chosen in exact} == {"minimal", "recompute"}
+
+
+def test_a_shared_layer_keeps_something_for_each_name():
+    model = model_of({}, {})
+    model["again"] = model["layer0"]
+    of = {save: kept_bytes(model["layer0"], 100, save) for save in ("minimal", "recompute")}
+    budget = 2 * of["recompute"] + of["minimal"]
+    shared, other = fit_saves(model, 100, budget, policies=("minimal", "recompute"), report=None)
+    assert (shared.save, shared.nbytes) == ("recompute", 2 * of["recompute"]) and other.save == "minimal"
+    with pytest.raises(ValueError, match=f"expected at least {3 * of['recompute']} bytes for 2 layers"):
+        fit_saves(model, 100, 3 * of["recompute"] - 1)
 
 
 def test_budgets_and_policies_that_cannot_be():

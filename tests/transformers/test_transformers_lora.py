@@ -315,6 +315,15 @@ def test_a_forward_that_is_not_the_layers(calls, sums):
     assert module(*inputs()[:3]).isfinite().all() and calls.pop()[2] is not None
 
 
+def test_adapters_within_a_limit_of_memory(calls, sums):
+    """On the CPU it changes nothing."""
+    module = adapted(made(*QWEN))
+    wanted = outcome(switched(module, "moeblaze"))
+    backend.register("moeblaze_limited", memory_limit=10**9)
+    check_equal(outcome(switched(module, "moeblaze_limited")), wanted, 1e-12)
+    assert [lora is not None for *_, lora in calls] == [True, True] and not sums
+
+
 def test_peft_that_is_imported_later(calls, sums, monkeypatch):
     """Its class has its own forward until it wraps the first module."""
     wrappers = private.param_wrapper()
