@@ -31,6 +31,7 @@ from bench import (  # noqa: E402
     lora,
     lora_stack,
     measure,
+    megatron,
     merge,
     peers,
     providers,
@@ -39,6 +40,7 @@ from bench import (  # noqa: E402
     table,
     variants,
     verify,
+    watched_steps,
 )
 from bench.layer import Layer  # noqa: E402
 from moeblaze_cupy import frameworks as arrays  # noqa: E402
@@ -526,8 +528,8 @@ def test_first_use_on_the_cpu():
 @pytest.mark.parametrize(
     "program",
     [
-        *(first_use, fp8, graphs, host_time, kernel_times, long_sequences, lora, lora_stack, quantised),
-        *(save_policies, variants),
+        *(first_use, fp8, graphs, host_time, kernel_times, long_sequences, lora, lora_stack, megatron, quantised),
+        *(save_policies, variants, watched_steps),
     ],
     ids=lambda module: module.__name__,
 )

@@ -1,6 +1,7 @@
 """The experts' state under Megatron's names, expert by expert: in state dicts, and in sharded ones."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,24 +13,32 @@ from torch.distributed.tensor import DTensor
 LINEARS = ("linear_fc1", "linear_fc2")
 
 
+def _parameters(experts: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The name of each linear, "weight" or "bias", and the parameter of all experts."""
+    for name in LINEARS:
+        for kind in ("weight", "bias"):
+            if (parameter := getattr(getattr(experts, name), kind)) is not None:
+                yield name, kind, parameter
+
+
 def write_indexed(experts: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook of `state_dict`: has weight0, weight1 and so on, views, in the place of each weight."""
-    for name in LINEARS:
-        weight = state_dict.pop(f"{prefix}{name}.weight")
-        if isinstance(weight, DTensor):
+    for name, kind, _parameter in _parameters(experts):
+        stacked = state_dict.pop(f"{prefix}{name}.{kind}")
+        if isinstance(stacked, DTensor):
             expected = "parameters of plain tensors, as checkpoints of Megatron-FSDP want one per expert"
-            raise TypeError(f"MoeblazeGroupedMLP.state_dict: {name}.weight: expected {expected}, got a DTensor")
-        state_dict.update({f"{prefix}{name}.weight{i}": of_expert for i, of_expert in enumerate(weight)})
+            raise TypeError(f"MoeblazeGroupedMLP.state_dict: {name}.{kind}: expected {expected}, got a DTensor")
+        state_dict.update({f"{prefix}{name}.{kind}{i}": of_expert for i, of_expert in enumerate(stacked)})
 
 
 def read_indexed(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook of `load_state_dict`: puts each weight in the place of its experts', and drops what holds no weights."""
     indices = range(experts.num_local_experts)
-    for name in LINEARS:
-        for form in (f"{prefix}{name}.weight{{}}", f"{prefix}local_experts.{{}}.{name}.weight"):
+    for name, kind, _parameter in _parameters(experts):
+        for form in (f"{prefix}{name}.{kind}{{}}", f"{prefix}local_experts.{{}}.{name}.{kind}"):
             keys = [form.format(i) for i in indices]
             if all(key in state_dict for key in keys):
-                state_dict[f"{prefix}{name}.weight"] = torch.stack([state_dict.pop(key) for key in keys])
+                state_dict[f"{prefix}{name}.{kind}"] = torch.stack([state_dict.pop(key) for key in keys])
     extra = re.compile(re.escape(prefix) + r"(local_experts\.\d+\.)?linear_fc[12]\._extra_state\d*")
     for key in [key for key in state_dict if extra.fullmatch(key)]:
         del state_dict[key]
@@ -43,12 +52,11 @@ def sharded(experts: Any, prefix: str, offsets: tuple[Any, ...], metadata: dict[
     of_data = get_pg_rank(groups.expt_dp)
     replica, of_extra = (0, 0, of_data), (0, get_pg_rank(groups.expt_tp), of_data)
     state: dict[str, Any] = {}
-    for name in LINEARS:
+    for name, kind, parameter in _parameters(experts):
         parts = 2 if name == "linear_fc1" and experts.config.gated_linear_unit else 1
         shards = _Shards(name, offsets, first, total, single, parts, groups.expt_tp)
-        weight = getattr(experts, name).weight
-        key = f"{prefix}experts.{name}.weight"
-        state[f"{prefix}{name}.weight"] = ShardedTensorFactory(key, weight, shards.build, shards.merge, replica)
+        key = f"{prefix}experts.{name}.{kind}"
+        state[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(key, parameter, shards.build, shards.merge, replica)
         for i in range(n):  # Megatron's experts keep nothing there, but expect it in a checkpoint
             of_expert = prefix + shards.of_expert(f"experts.{name}._extra_state", i)
             extra = make_sharded_object_for_checkpoint(None, of_expert, shards.offsets_of(i), of_extra)
@@ -57,7 +65,7 @@ def sharded(experts: Any, prefix: str, offsets: tuple[Any, ...], metadata: dict[
 
 
 class _Shards:
-    """How a weight (E, rows, columns), or a state of the optimizer of its shape, lies in a checkpoint."""
+    """How a weight (E, rows, columns) or a bias (E, rows) lies in a checkpoint, or a state of the optimizer."""
 
     def __init__(
         self, name: str, offsets: tuple[Any, ...], first: int, total: int, single: bool, parts: int, group: Any
@@ -85,7 +93,7 @@ class _Shards:
 
     def _of_expert(self, key: str, i: int, weight: torch.Tensor, replica_id: Any) -> list[Any]:
         offsets = self.offsets_of(i)
-        axis = len(offsets) + (self.name == "linear_fc2")
+        axis = len(offsets) + (self.name == "linear_fc2" and weight.dim() == 2)
         apart = self.single and self.parts == 2  # gate and up under names of their own
         shards = []
         for part, tensor in enumerate(weight.chunk(self.parts)):

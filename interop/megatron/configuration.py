@@ -13,7 +13,6 @@ from moeblaze_cupy.types import Activation
 REFUSED = (  # options that change what experts compute, or where their tensors are
     "fp8",
     "fp4",
-    "add_bias_linear",
     "moe_mlp_glu_interleave_size",
     "use_te_activation_func",
     "activation_func_fp8_input_store",
@@ -21,6 +20,7 @@ REFUSED = (  # options that change what experts compute, or where their tensors 
     "use_kitchen",
     "init_model_with_meta_device",
 )
+NOT_BIASED = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad", "moe_apply_probs_on_input"
 SHARDED = {"use_megatron_fsdp": "Megatron-FSDP", "use_torch_fsdp2": "FSDP2"}  # by argument of Megatron-LM's programs
 OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}  # modules of Transformer Engine's experts
 GATED = {F.silu: "swiglu", F.gelu: "geglu", F.relu: "reglu"}
@@ -51,6 +51,9 @@ def refusal(config: Any, pg_collection: Any) -> str | None:
     for name in REFUSED:
         if value := getattr(config, name, None):
             return f"{name}={value!r}"
+    found = next((name for name in NOT_BIASED if getattr(config, name, None)), None)
+    if config.add_bias_linear and found:
+        return f"add_bias_linear with {found}={getattr(config, found)!r}"
     arguments = private.arguments()
     optimizer = str(getattr(arguments, "optimizer", ""))
     if "muon" in optimizer:  # it would leave parameters of three dimensions to another optimizer

@@ -22,11 +22,11 @@ Tensor = torch.Tensor
 
 
 class Linear(torch.nn.Module):
-    """Holds one of the two weights of all local experts, and what DDP has called once its gradient is there."""
+    """Holds one of the two weights of all local experts, its bias, and what DDP calls once the gradient is there."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.bias = weight, bias
         self.hooks: list[Any] = []
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
@@ -57,6 +57,7 @@ class MoeblazeGroupedMLP(MegatronModule):  # type: ignore[misc]  # Megatron ship
 
     Parameters: linear_fc1.weight (E, 2h, d), gate rows first, or (E, h, d) without a gate, and linear_fc2.weight
     (E, d, h), of the E local experts; h is this rank's part of the hidden width under expert tensor parallelism.
+    With `add_bias_linear` also linear_fc1.bias (E, 2h) and linear_fc2.bias (E, d), else None.
     `state_dict` has their experts' weights one by one, under the names of Megatron's grouped experts, weight0 and so
     on. `load_state_dict` takes these, the names of SequentialMLP, and the parameters' own.
     """
@@ -96,11 +97,16 @@ class MoeblazeGroupedMLP(MegatronModule):  # type: ignore[misc]  # Megatron ship
         own = [n // size if i == dim else n for i, n in enumerate(shape)]
         divide(shape[dim], size * stride)  # raises unless it divides
         device = "cpu" if on_cpu else torch.cuda.current_device()
-        weight = torch.nn.Parameter(torch.empty(self.num_local_experts, *own, dtype=config.params_dtype, device=device))
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        weight = torch.nn.Parameter(torch.empty(self.num_local_experts, *own, **options))
         set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim + 1, stride=stride)
         etp_is_tp = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         weight.allreduce = config.expert_model_parallel_size == 1 and etp_is_tp  # type: ignore[attr-defined]  # DDP's
         weight.skip_backward_post_hook = self.delays  # type: ignore[attr-defined]  # DDP's
+        bias = None
+        if config.add_bias_linear:  # Megatron refuses it with expert tensor parallelism
+            bias = torch.nn.Parameter(torch.zeros(self.num_local_experts, own[0], **options))
+            bias.allreduce = weight.allreduce  # type: ignore[attr-defined]  # DDP's
         if config.perform_initialization:
             tracker = contextlib.nullcontext()
             if not on_cpu:
@@ -113,7 +119,7 @@ class MoeblazeGroupedMLP(MegatronModule):  # type: ignore[misc]  # Megatron ship
                         expert.copy_(torch.cat(whole.chunk(size * stride, dim)[rank::size], dim))
                     else:
                         init_method(expert)
-        return Linear(weight)
+        return Linear(weight, bias)
 
     def forward(
         self,
@@ -145,7 +151,13 @@ class MoeblazeGroupedMLP(MegatronModule):  # type: ignore[misc]  # Megatron ship
             return out, None
         sums = {"w1": fc1, "w2": fc2} if self.config.gradient_accumulation_fusion else False
         weights = fc1.transpose(1, 2), fc2.transpose(1, 2)
-        return moe(x, ids, probs, *weights, accumulate_into_main_grad=sums, **self.options), None
+        options = self.options | self.biases
+        return moe(x, ids, probs, *weights, accumulate_into_main_grad=sums, **options), None
+
+    @property
+    def biases(self) -> dict[str, Any]:
+        """Returns the arguments of `moe` for them."""
+        return {"b1": self.linear_fc1.bias, "b2": self.linear_fc2.bias}
 
     def backward_dw(self) -> None:
         """Computes the weight gradients of the oldest forward that has none, if Megatron delays them.

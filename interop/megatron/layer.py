@@ -52,6 +52,8 @@ class MoeblazeMoELayer(MoELayer):  # type: ignore[misc]  # Megatron ships no typ
             return f"expert_tensor_parallel_size={size}"
         if config.moe_apply_probs_on_input and get_pg_size(self.ep_group) > 1:
             return "moe_apply_probs_on_input with expert parallelism"
+        if config.add_bias_linear and get_pg_size(self.ep_group) > 1:
+            return "add_bias_linear with expert parallelism"
         if config.cuda_graph_impl != "none":
             return f"cuda_graph_impl={config.cuda_graph_impl!r}"
         found = (name for name in REFUSED if getattr(config, name, None))
@@ -103,7 +105,7 @@ class MoeblazeMoELayer(MoELayer):  # type: ignore[misc]  # Megatron ships no typ
             del options["weights_on"]
             out = expert_parallel_moe(*layer, group, shared=shared if self.use_shared_expert else None, **options)
         else:
-            out = moe(*layer, **options)
+            out = moe(*layer, **(options | experts.biases))
             out = out + shared(tokens) if self.use_shared_expert else out
         return out.view(hidden_states.shape)
 

@@ -11,7 +11,7 @@ from moeblaze_cupy.interop.transformers.routing import Chooser, routed_model
 
 Tensor = torch.Tensor
 
-_ENTROPY, _TOKENS, _LARGEST = range(3)  # what stands before the counts of a layer
+_ENTROPY, _TOKENS, _LARGEST, _COUNTS = range(4)  # where the sums of a layer stand, the last those of its experts
 _PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")  # they return these in place of logits
 
 
@@ -59,7 +59,7 @@ class Monitor:
                 got = f"{chooser.name} of {name_of(type(chooser.module))}"
                 raise checks.bad_value("monitor", "model", "routers that return logits and ids", got)
         self.layers = tuple(chooser.name for chooser in choosers)
-        self._sums = [self._zeros(chooser) for chooser in choosers]  # (3 + E,) each
+        self._sums = [self._zeros(chooser) for chooser in choosers]  # (_COUNTS + E,) each
         self._is_counting = False
         self._mask: Tensor | None = None  # (B, T), 0 for padding
         self._hooks = [
@@ -74,7 +74,7 @@ class Monitor:
         rows = [len(parameter) for parameter in parameters if parameter.dim() == 2]  # of a weight: experts
         number = rows[-1] if rows else chooser.num_experts  # DeepSpeed and FSDP1 leave weights without a shape
         device = parameters[-1].device if parameters else None
-        return torch.zeros(3 + number, dtype=torch.float64, device=device)  # exact for integers
+        return torch.zeros(_COUNTS + number, dtype=torch.float64, device=device)  # exact for integers
 
     def close(self) -> None:
         """Removes the hooks from the model."""
@@ -102,17 +102,19 @@ class Monitor:
             logits, ids = out[1], out[0].topk(router.top_k, dim=1).indices
         else:
             logits, ids = out[0], out[2].flatten(0, -2)
-        logits = logits.flatten(0, -2).float()
-        sums = self._sums[number]
+        logits, sums = logits.flatten(0, -2), self._sums[number]
         if sums.device != logits.device:
             sums = self._sums[number] = sums.to(logits.device)
         mask = self._mask if self._mask is not None and self._mask.numel() == len(logits) else None
-        is_token = logits.new_ones(len(logits)) if mask is None else mask.flatten().to(logits)
-        log_shares = (logits.log() if kind in _PROBABILITIES else logits).log_softmax(-1)
-        sums[_ENTROPY] += (torch.special.entr(log_shares.exp()).sum(-1) * is_token).sum()
-        sums[_TOKENS] += is_token.sum()
-        sums[_LARGEST] = torch.maximum(sums[_LARGEST], (logits.abs().amax(-1) * is_token).max())
-        sums.index_add_(0, ids.flatten() + 3, is_token.double().repeat_interleave(ids.shape[1]))
+        shares = (logits.float().log() if kind in _PROBABILITIES else logits).softmax(-1, torch.float32)
+        entropy, ones = torch.special.entr(shares), sums.new_ones(1)
+        if mask is not None:
+            is_token = mask.flatten().to(shares)[:, None]
+            logits, entropy, ones = logits * is_token, entropy * is_token, is_token.double()
+        sums[_ENTROPY].add_(entropy.sum())
+        sums[_TOKENS].add_(len(logits) if mask is None else ones.sum())
+        sums[_LARGEST].clamp_(min=torch.linalg.vector_norm(logits, torch.inf))
+        sums[_COUNTS:].index_add_(0, ids.flatten(), ones.expand(ids.shape).flatten())
 
     def read(self, *, group: Any = None, reset: bool = True) -> Load:
         """Returns what was counted and starts anew, with one copy to the host.
@@ -131,7 +133,7 @@ class Monitor:
         if reset:
             for layer in self._sums:
                 layer.zero_()
-        tokens, counts = sums[:, _TOKENS], sums[:, 3:].long()
+        tokens, counts = sums[:, _TOKENS], sums[:, _COUNTS:].long()
         entropy = sums[:, _ENTROPY] / tokens.clamp(min=1) / math.log(max(2, counts.shape[1]))
         return Load(self.layers, counts, tokens.long(), entropy, sums[:, _LARGEST])
 

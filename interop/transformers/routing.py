@@ -5,6 +5,7 @@ scores of them, so that whatever follows makes weights, with gradients, as it do
 """
 
 import contextlib
+import copy
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -86,9 +87,11 @@ def _choosers(model: torch.nn.Module) -> tuple[Chooser, ...]:
 class _TopK(TorchFunctionMode):
     """Watches a router. Its top-k of k among all experts gives `ids` (L, k) where these are set, with their scores."""
 
-    def __init__(self, chooser: Chooser, ids: Tensor | None = None, largest: int = UNSET) -> None:
+    def __init__(
+        self, chooser: Chooser, ids: Tensor | None = None, is_unset: Tensor | None = None, largest: int = UNSET
+    ) -> None:
         super().__init__()
-        self.chooser, self.ids, self.largest, self.has_replayed = chooser, ids, largest, False
+        self.chooser, self.ids, self.is_unset, self.largest, self.has_replayed = chooser, ids, is_unset, largest, False
         self.chosen: Any = None  # the indices that the last top-k gave
         self.own: Any = None  # and those that it would have given
         self.masked: dict[int, tuple[Tensor, Tensor]] = {}  # results, which must live for their key, and their source
@@ -115,22 +118,38 @@ class _TopK(TorchFunctionMode):
         if self.largest >= scores.shape[-1]:
             expected = f"ids below {scores.shape[-1]} at {self.chooser.name}"
             raise checks.bad_value("Routing.replay", "ids", expected, str(self.largest))
-        self.chosen, self.has_replayed = torch.where(ids < 0, self.own, ids), True
+        is_unset = self.is_unset.view_as(ids)  # type: ignore[union-attr]
+        self.chosen, self.has_replayed = torch.where(is_unset, self.own, ids), True
         return torch.return_types.topk((self._source(scores).gather(-1, self.chosen), self.chosen))
 
 
 class _Call:
-    """One call of the model. ids: (layers, L, k) int64 or None. recorded: by layer, or None to record nothing."""
+    """One call of the model. ids: (layers, L, k) int64 or None. recorded: by layer, or None to record nothing.
+
+    is_unset: (layers, L, k). is_same: (layers, L), of the layers in `counted` whether the router would choose the same.
+    """
 
     def __init__(self, shape: Any, ids: Tensor | None, largest: int, recorded: list[Any] | None) -> None:
         self.shape, self.ids, self.largest, self.recorded, self.is_first = shape, ids, largest, recorded, True
         self.has_backward = ids is not None and torch.is_grad_enabled()
+        if ids is not None:
+            self.is_unset = ids < 0
+            self.is_same = self.is_unset.new_zeros(ids.shape[:2])
+        self.counted: set[int] = set()
 
     def again(self) -> "_Call":
         """Returns the call for what recomputes a part of it."""
-        call = _Call(self.shape, self.ids, self.largest, None)
-        call.is_first = False
+        call = copy.copy(self)
+        call.recorded, call.is_first = None, False
         return call
+
+    def counts(self) -> Tensor:
+        """Returns (2,) int64: the tokens of layers whose router would choose the same, and those without ids."""
+        layers = sorted(self.counted)
+        is_unset = self.is_unset[..., 0]
+        if len(layers) < len(is_unset):
+            is_unset = torch.stack([is_unset[layer] for layer in layers])
+        return torch.stack([self.is_same.sum(), is_unset.sum()])
 
 
 class _Layer:
@@ -142,7 +161,6 @@ class _Layer:
         self.earlier = None if getattr(earlier, "__func__", None) is _choose else earlier
         self.was_replayed = False  # by a forward that may have a backward
         self.rows = 0  # that a replay had ids or UNSET for
-        self.counts: Any = None  # (2,) int64: those that would choose otherwise, those without ids
         setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
         chooser.module.moeblaze_routing = self
 
@@ -170,8 +188,9 @@ class _Layer:
         """
         own = self.own(self.chooser.module)
         device = next(value for value in (*args, *named.values()) if isinstance(value, Tensor)).device
-        ids = None if call.ids is None else call.ids[self.number].to(device)
-        with _TopK(self.chooser, ids, call.largest) as seen:
+        given = (None, None) if call.ids is None else (call.ids, call.is_unset)
+        ids, is_unset = (None if each is None else each[self.number].to(device) for each in given)
+        with _TopK(self.chooser, ids, is_unset, call.largest) as seen:
             out = own(*args, **named)
         chosen = seen.chosen.flatten(0, -2)
         if len(chosen) != call.shape[0] * call.shape[1]:
@@ -183,17 +202,12 @@ class _Layer:
         if call.recorded is not None:
             call.recorded[self.number] = chosen
         self.was_replayed |= call.has_backward
-        if ids is not None and call.is_first:
-            self.count(seen.own.flatten(0, -2), ids)
+        if ids is not None and call.is_first and self.number not in call.counted:
+            own = seen.own.flatten(0, -2)
+            call.is_same[self.number] = (own[:, :, None] == ids[:, None, :]).any(2).all(1)
+            call.counted.add(self.number)
+            self.rows += len(ids)
         return out
-
-    def count(self, own: Tensor, ids: Tensor) -> None:
-        """Counts rows, the values on the device."""
-        self.rows += len(ids)
-        unset = ids[:, 0] < 0
-        differs = ~((own[:, :, None] == ids[:, None, :]).any(2).all(1) | unset)
-        counts = torch.stack([differs, unset]).sum(1)
-        self.counts = counts if self.counts is None else self.counts + counts
 
 
 def _choose(self: Any, *args: Any, **named: Any) -> Any:
@@ -251,6 +265,7 @@ class Routing:
                 raise NotImplementedError(f"Routing: {name_of(type(module))}: {reason}")
         self.layers = tuple(chooser.name for chooser in choosers)
         self.call: _Call | None = None
+        self._counts: Tensor | None = None  # those of all calls
         self._record: Record | None = None
         self._ids: Tensor | None = None  # (N, T, layers, k)
         self._next_row = self._largest = 0
@@ -351,9 +366,9 @@ class Routing:
         "forced": those that were given ids. "differ": those among them whose router would choose other experts; most
         of them do if ids are of other tokens. "unset": those without ids.
         """
-        seen = [layer.counts.cpu() for layer in self._layers if layer.counts is not None]
-        differ, unset = torch.stack(seen).sum(0).tolist() if seen else (0, 0)
-        return {"forced": self._rows_seen() - unset, "differ": differ, "unset": unset}
+        same, unset = (0, 0) if self._counts is None else self._counts.tolist()
+        forced = self._rows_seen() - unset
+        return {"forced": forced, "differ": forced - same, "unset": unset}
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
         if self._is_active and model is self._model:
@@ -414,6 +429,9 @@ class Routing:
         for module, name, function in self._restore:
             setattr(module, name, function)
         self._restore.clear()
+        if call.counted:  # type: ignore[union-attr]
+            counts = call.counts()  # type: ignore[union-attr]
+            self._counts = counts if self._counts is None else self._counts + counts
         found = [ids for ids in call.recorded or () if ids is not None]  # type: ignore[union-attr]
         if self._record is None or not found:
             return

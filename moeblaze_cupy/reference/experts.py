@@ -397,7 +397,7 @@ def moe_backward(
         # expert's result y w2.
         grad_row_weights[rows] = (grad_y * y).sum(axis=1)  # (n,)
         if b2 is not None:
-            grad_row_weights[rows] += grad_rows @ cast(b2[expert], compute)
+            grad_row_weights[rows] += (grad_rows * cast(b2[expert], compute)).sum(axis=1)
         grad_y *= on_output  # (n, h)
         grad_ab = (grad_y * M * V_slope, grad_y * V * M_slope)[: len(w1_parts)]  # each (n, h) lines 26 and 28
         if options.on_input:  # these are the gradients of w a and w b

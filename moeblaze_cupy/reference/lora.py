@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_cupy.reference.numerics import HostArray, cast
+from moeblaze_cupy.reference.numerics import HostArray, cast, product_of_rows
 from moeblaze_cupy.types import Lora
 
 
@@ -41,21 +41,19 @@ class Factors:
 
     def first(self, pair: int, expert: int, rows: HostArray) -> HostArray:
         """Returns u (n, r) of rows X (n, d or h)."""
-        return self._rounded(self.scales[pair] * (rows @ self._of(2 * pair, expert).T))
+        return self._rounded(self.scales[pair] * product_of_rows(rows, self._of(2 * pair, expert).T))
 
     def second(self, pair: int, expert: int, u: HostArray) -> HostArray:
         """Returns the term added to the product: u b^T, (n, 2h or h) or (n, d)."""
-        product: HostArray = cast(u, self.compute) @ self._of(2 * pair + 1, expert).T
-        return product
+        return product_of_rows(cast(u, self.compute), self._of(2 * pair + 1, expert).T)
 
     def first_bwd(self, pair: int, expert: int, grad: HostArray) -> HostArray:
         """Returns v (n, r) of the gradient G of the product."""
-        return self._rounded(self.scales[pair] * (grad @ self._of(2 * pair + 1, expert)))
+        return self._rounded(self.scales[pair] * product_of_rows(grad, self._of(2 * pair + 1, expert)))
 
     def second_bwd(self, pair: int, expert: int, v: HostArray) -> HostArray:
         """Returns the term added to the gradient of X: v a."""
-        product: HostArray = v @ self._of(2 * pair, expert)
-        return product
+        return product_of_rows(v, self._of(2 * pair, expert))
 
     def add_gradients(
         self, pair: int, expert: int, of_a: tuple[HostArray, HostArray], of_b: tuple[HostArray, HostArray]

@@ -7,6 +7,8 @@ import numpy as np
 
 HostArray = np.ndarray[Any, Any]
 
+ROWS = 32  # of a block of `product_of_rows`
+
 
 def compute_dtype(array: HostArray) -> np.dtype[Any]:
     return np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
@@ -14,6 +16,18 @@ def compute_dtype(array: HostArray) -> np.dtype[Any]:
 
 def cast(array: HostArray, dtype: Any) -> HostArray:
     return array.astype(dtype, copy=False)
+
+
+def product_of_rows(rows: HostArray, weight: HostArray) -> HostArray:
+    """Returns rows (n, K) times weight (K, N), whose bits for a row depend on no other row.
+
+    A BLAS adds in an order that depends on the number of rows, so it gets blocks of one size, filled up with zeros.
+    """
+    blocks = -(-len(rows) // ROWS)
+    filled = np.zeros((blocks * ROWS, rows.shape[1]), rows.dtype)
+    filled[: len(rows)] = rows
+    product: HostArray = filled.reshape(blocks, ROWS, rows.shape[1]) @ weight
+    return product.reshape(blocks * ROWS, weight.shape[1])[: len(rows)]
 
 
 def softmax(scores: HostArray) -> HostArray:

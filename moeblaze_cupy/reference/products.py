@@ -12,7 +12,7 @@ import numpy as np
 
 from moeblaze_cupy.cuda.launch_config import GROUP_COLUMNS
 from moeblaze_cupy.reference.fp8 import from_e4m3, quantize
-from moeblaze_cupy.reference.numerics import HostArray, cast
+from moeblaze_cupy.reference.numerics import HostArray, cast, product_of_rows
 from moeblaze_cupy.types import Fp8Weights
 
 
@@ -39,21 +39,19 @@ class Plain:
         self.w1_parts, self.w2, self.compute, self.store = w1_parts, w2, compute, store
 
     def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
-        return [x_rows @ cast(part[expert], self.compute) for part in self.w1_parts]
+        return [product_of_rows(x_rows, cast(part[expert], self.compute)) for part in self.w1_parts]
 
     def down_fwd(self, expert: int, y: HostArray) -> HostArray:
         rounded = cast(cast(y, self.store), self.compute)
-        product: HostArray = rounded @ cast(self.w2[expert], self.compute)
-        return product
+        return product_of_rows(rounded, cast(self.w2[expert], self.compute))
 
     def down_bwd(self, expert: int, grad_rows: HostArray) -> HostArray:
-        product: HostArray = grad_rows @ cast(self.w2[expert], self.compute).T
-        return product
+        return product_of_rows(grad_rows, cast(self.w2[expert], self.compute).T)
 
     def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
         pairs = zip(grad_ab, self.w1_parts, strict=True)
-        product: HostArray = sum(half @ cast(part[expert], self.compute).T for half, part in pairs)  # type: ignore[assignment]  # of one array at least
-        return product
+        first, *others = (product_of_rows(half, cast(part[expert], self.compute).T) for half, part in pairs)
+        return sum(others, first)
 
 
 def _numbers(stored: HostArray) -> HostArray:

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from bench import megatron as bench
 from moeblaze_cupy.interop import megatron
 from moeblaze_cupy.interop.megatron import layer as layer_by_index
 from moeblaze_cupy.interop.megatron.experts import MoeblazeGroupedMLP
@@ -58,9 +59,11 @@ VARIANTS = {
     "capacity": {"moe_expert_capacity_factor": 0.5},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
 }
+BIASES = {"add_bias_linear": True}
+VARIANTS["biases"] = VARIANTS["gpt-oss"] | BIASES
 OF_MANY = ("swiglu", "bf16")  # variants for several ranks
 BY_INDEX = {name: VARIANTS[name] for name in (*OF_MANY, "recompute", "probs on input", "float64 probs", "capacity")}
-BY_INDEX["shared"] = {"moe_shared_expert_intermediate_size": H}
+BY_INDEX |= {"shared": {"moe_shared_expert_intermediate_size": H}, "biases": VARIANTS["biases"]}
 
 
 def config_of(mesh=(1, 1, 1), **options):
@@ -101,20 +104,33 @@ def layer_of(config, own=False, seed=0, whole=False):
 def pair_of(config, whole=False):
     """The same layer with Megatron's experts and with ours, by name."""
     layers = {"own": layer_of(config, own=True), "ours": layer_of(config, seed=1, whole=whole)}
+    for each in layers["own"].experts.local_experts if config.add_bias_linear else ():
+        for name in LINEARS:  # Megatron begins with zeros
+            getattr(each, name).bias.detach().normal_()
+        # Megatron adds the bias in place to a view, which autograd refuses.
+        each.linear_fc2.register_forward_hook(lambda linear, given, out: (out[0].clone(), out[1]))
     layers["ours"].load_state_dict(layers["own"].state_dict())
     return layers
 
 
-def stacked(experts, linear, attribute):
-    """A tensor of all experts' weights, such as grad. The attribute "data" is the weights themselves."""
+def stacked(experts, linear, attribute, kind="weight"):
+    """A tensor of all experts' weights or biases, such as grad. The attribute "data" is the weights themselves."""
     if isinstance(experts, MoeblazeGroupedMLP):
-        return getattr(getattr(experts, linear).weight, attribute)
-    return torch.stack([getattr(getattr(each, linear).weight, attribute) for each in experts.local_experts])
+        return getattr(getattr(getattr(experts, linear), kind), attribute)
+    return torch.stack([getattr(getattr(getattr(each, linear), kind), attribute) for each in experts.local_experts])
+
+
+def kinds(layer):
+    """All parameters of experts, as linear and kind."""
+    return list(itertools.product(LINEARS, ("weight", "bias") if layer.config.add_bias_linear else ("weight",)))
 
 
 def gradients(layer, attribute="grad"):
-    found = {name: stacked(layer.experts, name, attribute) for name in LINEARS}
-    return found | {"router": getattr(layer.router.weight, attribute)}
+    return gradients_of_experts(layer, attribute) | {"router": getattr(layer.router.weight, attribute)}
+
+
+def gradients_of_experts(layer, attribute="grad"):
+    return {f"{name}.{kind}": stacked(layer.experts, name, attribute, kind) for name, kind in kinds(layer)}
 
 
 def inputs(rank, config, number=0, tokens=12):
@@ -181,9 +197,9 @@ def not_by_index(rank, mesh):
         raise AssertionError("intermediate_tensors are not taken")
 
 
-def main_grad(rank, mesh, fused, delayed, overlap, whole=False):
+def main_grad(rank, mesh, fused, delayed, overlap, whole=False, biases=False):
     """Two microbatches under DDP, whose sums are over ranks."""
-    config = config_of(mesh)
+    config = config_of(mesh, add_bias_linear=biases)
     config.delay_wgrad_compute = delayed  # Megatron's own check asks for its schedules
     layers, found = pair_of(config, whole), {}
     ours = layers["ours"].experts
@@ -211,7 +227,7 @@ def state_of(layer, singleton, moments):
     """The layer's sharded state, and a state of an optimizer beside each weight. moments: makes it of the weight."""
     metadata = {"singleton_local_shards": singleton}
     state = layer.sharded_state_dict(metadata=dict(metadata))
-    weights = {key: entry for key, entry in state.items() if key.endswith("weight")}
+    weights = {key: entry for key, entry in state.items() if key.endswith(("weight", "bias"))}
     of_optimizer = {
         key: make_sharded_optimizer_tensor(entry, moments(entry.data.detach()), "optimizer.state.exp_avg")
         for key, entry in weights.items()
@@ -230,8 +246,8 @@ def handed_on(source, target, singleton, folder):
     dist_checkpointing.save(state_of(source, singleton, moments_of), folder)
     state = dist_checkpointing.load(state_of(target, singleton, torch.zeros_like), folder)
     target.load_state_dict(state["model"])
-    for name in LINEARS:
-        assert torch.equal(*(stacked(layer.experts, name, "data") for layer in (source, target))), name
+    for name, kind in kinds(source):
+        assert torch.equal(*(stacked(layer.experts, name, "data", kind) for layer in (source, target))), name
     assert torch.equal(source.router.weight, target.router.weight)
     for name, weight in target.named_parameters():
         assert torch.equal(state["optimizer"][name], moments_of(weight)), name
@@ -243,7 +259,7 @@ def checkpoints(rank, mesh, singleton, options):
     config, folder = config_of(mesh, **options), tempfile.mkdtemp() if rank == 0 else None
     told = [folder]
     dist.broadcast_object_list(told)
-    own = layer_of(config, own=True)
+    own = pair_of(config)["own"]
     ours = handed_on(own, layer_of(config, seed=1), singleton, f"{told[0]}/own")
     handed_on(ours, layer_of(config, own=True, seed=2), singleton, f"{told[0]}/ours")
 
@@ -309,10 +325,6 @@ def garbage_rows(rank, mesh, dtype):
     compare({name: rows[:9] for name, rows in out.items()} | weights[1], own | weights[0])
 
 
-def gradients_of_experts(layer):
-    return {name: stacked(layer.experts, name, "grad") for name in LINEARS}
-
-
 def no_rows(rank, mesh, delayed):
     config = config_of(mesh)
     config.delay_wgrad_compute = delayed
@@ -344,22 +356,22 @@ def two_pending(rank, mesh):
     compare(gradients(ours), gradients(layers["own"]))
 
 
-def state_dicts(rank, mesh):
+def state_dicts(rank, mesh, biases):
     """Names of Megatron's grouped experts, of SequentialMLP, and the parameters' own."""
-    ours = layer_of(config_of(mesh)).experts
+    config = config_of(mesh, add_bias_linear=biases)
+    layers = pair_of(config)
+    ours, of_kinds = layers["ours"].experts, kinds(layers["ours"])
     state = ours.state_dict()
-    assert sorted(state) == [f"linear_fc{n}.weight{i}" for n in (1, 2) for i in range(E)]
+    assert state.keys() == {f"{name}.{kind}{i}" for name, kind in of_kinds for i in range(E)}
     assert all(state[f"linear_fc1.weight{i}"].data_ptr() == ours.linear_fc1.weight[i].data_ptr() for i in range(E))
     extra = {"linear_fc1._extra_state": None, "linear_fc2._extra_state3": None}
     parameters = {name: parameter.detach() for name, parameter in ours.named_parameters()}
-    for given in (state, state | extra, parameters, layer_of(config_of(mesh), own=True).experts.state_dict()):
-        other = layer_of(config_of(mesh), seed=1).experts
-        other.load_state_dict(given)
-        for i in range(E):
-            for name in LINEARS:
-                expected = given.get(f"{name}.weight{i}", given.get(f"local_experts.{i}.{name}.weight"))
-                expected = given[f"{name}.weight"][i] if expected is None else expected
-                assert torch.equal(getattr(other, name).weight[i], expected)
+    for given in (state, state | extra, parameters, layers["own"].experts.state_dict()):
+        other = layer_of(config, seed=1)
+        other.experts.load_state_dict(given)
+        for name, kind in of_kinds:
+            found, wanted = (stacked(of, name, "data", kind) for of in (other.experts, layers["own"].experts))
+            assert wanted.any() and torch.equal(found, wanted), (name, kind)
     del state["linear_fc2.weight1"]
     try:
         ours.load_state_dict(state)
@@ -377,6 +389,16 @@ def state_dicts(rank, mesh):
         raise AssertionError("Megatron-FSDP has sharded a parameter")
 
 
+def benchmark(rank, mesh):
+    """The rows of the benchmark, of a small shape and without a GPU."""
+    bench.ROUNDS = 2
+    rows = bench.measured("tiny", bench.TINY)
+    assert [row["layer"] for row in rows] == ["SequentialMLP", "experts", "by index"]
+    for row in rows:
+        assert max(row["errors"].values()) < TOLERANCE[torch.bfloat16] and row["speed"] > 0
+        assert bool(any(row["errors"].values())) == (row["layer"] != "SequentialMLP")
+
+
 def cases_of(size):
     """The cases of so many ranks by name."""
     cases = {}
@@ -386,20 +408,28 @@ def cases_of(size):
             cases[f"{name}, {case}"] = functools.partial(function, mesh=mesh, **dict(*arguments))
 
         for variant, options in VARIANTS.items():
-            if size == 1 or variant in (*OF_MANY, "allgather"):
+            if size == 1 or variant in (*OF_MANY, "allgather") or (variant == "biases" and mesh[2] == 1):
                 add(f"parity, {variant}", parity, {"options": options})
         for variant, options in BY_INDEX.items() if mesh[2] == 1 else ():
             if size == 1 or variant in (*OF_MANY, "shared"):
                 add(f"by index, {variant}", by_index, {"options": options})
+        if mesh[1] > 1:
+            refused = "add_bias_linear with expert parallelism"
+            add("by index, biases", by_index, {"options": BIASES, "refused": refused})
         for switches in itertools.product((False, True), repeat=3):
             on = dict(zip(("fused", "delayed", "overlap"), switches, strict=True))
             add(f"main_grad, {on}", main_grad, on)
         if mesh[2] == 1:
+            on = {"fused": True, "delayed": False, "overlap": True, "biases": True}
+            add("main_grad of biases", main_grad, on)
             add("main_grad, by index", main_grad, {"fused": True, "delayed": False, "overlap": True, "whole": True})
         else:
             add("by index, refused", by_index, {"options": {}, "refused": f"expert_tensor_parallel_size={mesh[2]}"})
         for singleton in (False, True):
             add(f"checkpoint, singleton={singleton}", checkpoints, {"singleton": singleton, "options": {}})
+            if mesh[2] == 1:
+                biased = {"singleton": singleton, "options": BIASES}
+                add(f"checkpoint of biases, singleton={singleton}", checkpoints, biased)
         add("checkpoint without a gate", checkpoints, {"singleton": False, "options": VARIANTS["relu2"]})
         for on_cpu in (False, True):
             add(f"start, on_cpu={on_cpu}", start, {"on_cpu": on_cpu})
@@ -411,9 +441,11 @@ def cases_of(size):
         padded = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}
         add("by index, padded", by_index, {"options": padded, "refused": "moe_pad_expert_input_to_capacity=True"})
         add("by index, refused", not_by_index)
+        add("benchmark", benchmark)
         add("two pending", two_pending)
         add("whole model", whole_model)
-        add("state dicts", state_dicts)
+        for biases in (False, True):
+            add(f"state dicts, biases={biases}", state_dicts, {"biases": biases})
     return cases
 
 

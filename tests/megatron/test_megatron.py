@@ -46,6 +46,10 @@ def test_two_ranks(two_processes, name):
 OTHER = torch.nn.functional.mish
 REFUSED = [
     *(({name: 1}, f"{name}=1") for name in configuration.REFUSED),
+    *(
+        ({"add_bias_linear": True, name: True}, f"add_bias_linear with {name}=True")
+        for name in configuration.NOT_BIASED
+    ),
     ({"transformer_impl": "inference_optimized"}, "transformer_impl='inference_optimized'"),
     ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules=['moe_act']"),
     ({"activation_func": OTHER}, f"activation_func={OTHER!r} with a gate, clamp None, offset 0.0"),
@@ -134,35 +138,40 @@ def test_what_dispatchers_give_for_others_is_refused(argument):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("how", ["plain", "delayed", "biases"])
 @pytest.mark.parametrize("counts_on", ["cpu", "cuda"])
-def test_rows_on_a_gpu(counts_on, delayed):
+def test_rows_on_a_gpu(counts_on, how):
     """Without a stand-in for CUDA, beside float64 products of each expert; the last rows hold NaN."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
     config = ranks.config_of(hidden_size=64, moe_ffn_hidden_size=32, ffn_hidden_size=32, use_cpu_initialization=False)
-    config.params_dtype, config.delay_wgrad_compute = torch.bfloat16, delayed
+    config.params_dtype, config.delay_wgrad_compute = torch.bfloat16, how == "delayed"
+    config.add_bias_linear = how == "biases"
     groups = types.SimpleNamespace(ep=None, expt_tp=None, expt_dp=None)
     experts = MoeblazeGroupedMLP(4, config, pg_collection=groups)
     counts, rows = torch.tensor([30, 0, 50, 20], device=counts_on), 100
     torch.manual_seed(0)
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        if linear.bias is not None:
+            linear.bias.detach().normal_()
     x, grad_out = (torch.randn(128, 64, device="cuda").bfloat16() for _ in range(2))
     probs = torch.rand(128, device="cuda")
     for array in (x, probs, grad_out):
         array[rows:] = torch.nan
     found = ranks.run_experts(experts, x, counts, probs, grad_out, 128)
     experts.backward_dw()
-    found |= {name: getattr(experts, name).weight.grad for name in ranks.LINEARS}
+    found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
     assert not any(found[name][rows:].any() for name in ("out", "dx", "dprobs"))  # NaN would be true
-    parameters = (x[:rows], probs[:rows], experts.linear_fc1.weight, experts.linear_fc2.weight)
-    leaves = [each.detach().double().requires_grad_() for each in parameters]
-    parts = zip(leaves[0].split(counts.tolist()), leaves[1].split(counts.tolist()), *leaves[2:], strict=True)
-    hidden = [((each @ fc1.T).chunk(2, 1), prob, fc2) for each, prob, fc1, fc2 in parts]
-    silu = torch.nn.functional.silu
-    out = torch.cat([(silu(gate) * up * prob[:, None]) @ fc2.T for (gate, up), prob, fc2 in hidden])
-    out.backward(grad_out[:rows].double())
-    names = ("dx", "dprobs", *ranks.LINEARS)
-    expected = {"out": out.detach()} | dict(zip(names, (leaf.grad for leaf in leaves), strict=True))
+    leaves = {"dx": x[:rows], "dprobs": probs[:rows]} | dict(experts.named_parameters())
+    leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    w1, w2 = leaves["linear_fc1.weight"], leaves["linear_fc2.weight"]
+    b1, b2 = (leaves.get(f"linear_fc{n}.bias", torch.zeros(4, 1, device="cuda").double()) for n in (1, 2))
+    parts, out = (leaves[name].split(counts.tolist()) for name in ("dx", "dprobs")), []
+    for e, (each, prob) in enumerate(zip(*parts, strict=True)):
+        gate, up = (each @ w1[e].T + b1[e]).chunk(2, 1)
+        out.append(((torch.nn.functional.silu(gate) * up) @ w2[e].T + b2[e]) * prob[:, None])
+    torch.cat(out).backward(grad_out[:rows].double())
+    expected = {"out": torch.cat(out).detach()} | {name: leaf.grad for name, leaf in leaves.items()}
     found |= {name: found[name][:rows] for name in ("out", "dx", "dprobs")}
     ranks.compare(found, expected, torch.bfloat16)

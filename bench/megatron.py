@@ -1,0 +1,152 @@
+"""A Megatron-Core layer of experts on one GPU: its own SequentialMLP, this package's experts, and the layer by index.
+
+python -m bench.megatron --out FILE.json
+
+Milliseconds and peak memory of a forward with backward of the whole layer, router and losses included, in bf16 with the
+dispatcher "alltoall". All have the same weights; errors are relative norms of what differs from SequentialMLP's. The
+order of the layers changes from round to round.
+"""
+
+import argparse
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench import inputs, measure, table
+
+CALLS, ROUNDS = 3, 7
+SHAPES = {  # tokens, hidden size, hidden size of an expert, experts, experts per token
+    "qwen3_30b_a3b": (8192, 2048, 768, 128, 8),
+    "dsv3, 32 of 256 experts": (8192, 7168, 2048, 32, 4),
+}
+TINY = (12, 16, 8, 4, 2)
+
+
+def start_megatron(folder: str) -> None:
+    """The groups of one rank, and the seeds of its GPU."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    device = torch.cuda.current_device() if inputs.has_gpu() else None
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group("nccl" if inputs.has_gpu() else "gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    if device is not None:
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def layers_of(shape: tuple[int, ...]) -> dict[str, torch.nn.Module]:
+    """The same layer by name, with the same weights."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from moeblaze_cupy.interop import megatron
+    from moeblaze_cupy.interop.megatron.layer import MoeblazeMoELayer
+
+    _, d, h, E, k = shape
+    config = TransformerConfig(
+        num_layers=1, hidden_size=d, num_attention_heads=2, ffn_hidden_size=h, moe_ffn_hidden_size=h,
+        num_moe_experts=E, moe_router_topk=k, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, bias_activation_fusion=True, moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=not inputs.has_gpu(), moe_aux_loss_coeff=1e-2, bf16=True, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    present = LocalSpecProvider.grouped_mlp_modules
+    LocalSpecProvider.grouped_mlp_modules = getattr(present, "of_megatron", present)
+    spec_of_own = get_moe_module_spec(use_te=False, num_experts=E)
+    megatron.install()
+    spec = get_moe_module_spec(use_te=False, num_experts=E)
+    LocalSpecProvider.grouped_mlp_modules = present
+    by_index = functools.partial(MoeblazeMoELayer, **spec.keywords)
+    layers: dict[str, torch.nn.Module] = {}
+    for name, made in (("SequentialMLP", spec_of_own), ("experts", spec), ("by index", by_index)):
+        layer = made(config=config)
+        layer.set_layer_number(1)
+        layer = layer.to(inputs.device())
+        if layers:
+            layer.load_state_dict(layers["SequentialMLP"].state_dict())
+        layers[name] = layer
+    return layers
+
+
+def step_of(layer: Any, x: torch.Tensor, grad_out: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
+    def step() -> dict[str, torch.Tensor]:
+        for parameter in layer.parameters():
+            parameter.grad = None
+        x.grad = None
+        out, _ = layer(x)
+        out.backward(grad_out)
+        return {"out": out.detach(), "x": x.grad, "router": layer.router.weight.grad}
+
+    return step
+
+
+def expert_gradients(layer: Any) -> dict[str, torch.Tensor]:
+    def of(name: str) -> torch.Tensor:
+        if hasattr(layer.experts, "local_experts"):
+            return torch.stack([getattr(each, name).weight.grad for each in layer.experts.local_experts])
+        return getattr(layer.experts, name).weight.grad
+
+    return {name: of(name) for name in ("linear_fc1", "linear_fc2")}
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def measured(name: str, shape: tuple[int, ...]) -> list[dict]:
+    torch.manual_seed(0)
+    options = {"device": inputs.device(), "dtype": torch.bfloat16}
+    x = torch.randn(shape[0], 1, shape[1], **options).requires_grad_()
+    grad_out = torch.randn(shape[0], 1, shape[1], **options)
+    layers = layers_of(shape)
+    steps = {which: step_of(layer, x, grad_out) for which, layer in layers.items()}
+    results, rows = {}, []
+    for which, step in steps.items():
+        found = step() | expert_gradients(layers[which])
+        results[which] = {tensor: value.cpu() for tensor, value in found.items()}
+    for which, step in steps.items():
+        step()
+        peak = measure.peak_mib(lambda step=step: [step()["x"]])
+        errors = {tensor: error(value, results["SequentialMLP"][tensor]) for tensor, value in results[which].items()}
+        rows.append({"shape": name, "sizes": shape, "layer": which, "peak_mib": peak, "errors": errors})
+    times = measure.host_microseconds(steps, CALLS, ROUNDS, waits=True)
+    for row in rows:
+        quartiles = times[row["layer"]]
+        row |= {f"{q}_ms": us / 1e3 for q, us in quartiles.items()}
+        row["speed"] = times["SequentialMLP"]["median"] / quartiles["median"]
+    return rows
+
+
+def main(*argv: str) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.megatron", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", metavar="FILE.json", help="a record")
+    args = parser.parse_args(argv or None)
+    inputs.expect_gpu(parser)
+    warnings.filterwarnings("ignore")  # Megatron's, of packages that it does not find
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        start_megatron(folder)
+        for name, shape in SHAPES.items():
+            rows += measured(name, shape)
+            measure.release()
+            if args.out:
+                measure.write_record(measure.record(rows=rows, megatron=measure.version("megatron-core")), args.out)
+        torch.distributed.destroy_process_group()
+    head = ["shape", "layer", "median ms", "speed", "peak MiB", "largest error"]
+    lines = [
+        [
+            *(r["shape"], r["layer"], f"{r['median_ms']:.2f}", f"{r['speed']:.2f}", table.number(r["peak_mib"])),
+            f"{max(r['errors'].values()):.1e}",
+        ]
+        for r in rows
+    ]
+    print("\n".join(table.aligned([head, *lines], 2)))
+
+
+if __name__ == "__main__":
+    main()
