@@ -34,6 +34,7 @@ def variants(
     fp8_saved: bool = False,
     formats: Sequence[str] = (),
     lora: bool = False,
+    tf32: bool = False,
 ) -> list[Variant]:
     """Returns every module that callers with these dtypes, memory orders and activations can need, for any sizes.
 
@@ -43,7 +44,7 @@ def variants(
     layers without, or several of these. weights_on: "output", "input" or both.
     fp8: also the products of precision="fp8", which bfloat16 layers have on Hopper.
     fp8_saved: also those of save="fp8". formats: also those of frozen weights in these formats.
-    lora: also those of low-rank factors, of any ranks.
+    lora: also those of low-rank factors, of any ranks. tf32: also those of float32 that is rounded to TF32.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     found |= dict.fromkeys(variant for form in formats for variant in (*decode.variants(form), encode.variant(form)))
@@ -76,6 +77,7 @@ def variants(
             in_fp8,
             square,
             of_lora,
+            in_tf32,
         ) in itertools.product(
             *(
                 weights_dtypes,
@@ -90,6 +92,7 @@ def variants(
                 either,
             ),
             plain_and_lora,
+            either[: 1 + (tf32 and dtype == "float32")],
         ):
             if stored_y_swi and (weights_on_input or e4m3 or in_fp8):  # then down_bwd reads no y_swi
                 continue
@@ -118,6 +121,7 @@ def variants(
                 square=square,
                 lora=of_lora is not None,
                 lora_in_spare=of_lora == "spare",
+                tf32=in_tf32,
             )
             found[variant] = None
         if bias_dtype is not None:

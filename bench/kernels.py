@@ -70,7 +70,15 @@ class Kernels:
     neighbouring rows: section 7.3's comparison. accumulate: weight gradients are added to float32 sums, at first zeros.
     """
 
-    def __init__(self, case, inputs: dict, contiguous: bool = False, accumulate: bool = False, gate_up: str = "halves"):
+    def __init__(
+        self,
+        case,
+        inputs: dict,
+        contiguous: bool = False,
+        accumulate: bool = False,
+        gate_up: str = "halves",
+        tf32: bool = False,
+    ):
         from moeblaze_cupy.cuda import loader
         from moeblaze_cupy.cuda.runtime import Runtime
         from moeblaze_cupy.dispatch import launches as dispatch
@@ -78,7 +86,8 @@ class Kernels:
         from moeblaze_cupy.gemm import config as gemm_config
         from moeblaze_cupy.types import DispatchIndices
 
-        self.case, self.inputs, self.accumulate, self.gate_up = case, dict(inputs), accumulate, gate_up
+        self.case, self.inputs, self.accumulate = case, dict(inputs), accumulate
+        self.gate_up, self.tf32 = gate_up, tf32
         if contiguous:
             self._spread_rows()
             self.case = case = replace(case, L=case.slots, k=1)
@@ -140,7 +149,7 @@ class Kernels:
         x, ids, weights, w1, w2, grad_out = (self.inputs[name] for name in names)
         # save="paper" leaves the product alone, and keep_saved the first layer, so that calls can be repeated
         layer = LayerArrays(layout(x), layout(ids), layout(weights), layout(w1), None, layout(w2))
-        options = LayerOptions(activation, "paper", self.gate_up)
+        options = LayerOptions(activation, "paper", self.gate_up, tf32=self.tf32)
         forward = configure_forward(layer, options, self.limits)
         totals = {"w1": (layout(self.grad_w1),), "w2": (layout(self.grad_w2),)} if self.accumulate else {}
         backward = configure_backward(

@@ -240,6 +240,13 @@ def layer_options(function: str, given: LayerOptions, has_weights: bool, has_b1:
     return given._replace(unreduced=bool(given.unreduced), identity_experts=number)
 
 
+def tf32(function: str, given: Any, x: Array) -> None:
+    if not isinstance(given, (bool, np.bool_)):
+        raise bad_type(function, "tf32", "True or False", repr(given))
+    if given and x.dtype != "float32":
+        raise bad_value(function, "tf32", f"False for x of {x.dtype}, as TF32 stands in for float32", "True")
+
+
 def identity_experts(function: str, options: LayerOptions, w2: Array) -> None:
     most = 2**31 - 1 - w2.shape[0]
     if options.identity_experts > most:

@@ -41,6 +41,8 @@ CASES = {
     "tests/layer/test_device_slots.py": (1, 0),
     "tests/layer/test_same_bits.py": (ALL, 1),
     "tests/layer/test_slots.py::test_against_transformers": (1, 0),
+    "tests/layer/test_tf32.py::test_kernels_round_operands": (2, 0),
+    "tests/layer/test_tf32.py::test_options_are_beside_it": (1, 0),
     "tests/lora/test_device_lora.py": (2, 0),
     "tests/lora/test_device_lora_fp8.py": (0, 0),
     "tests/lora/test_device_lora_fp8.py::test_factors_are_multiplied_in_bf16": (1, 0),

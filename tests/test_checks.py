@@ -182,6 +182,13 @@ MAX_E, MAX_ROUTER_E = launch_config.MAX_EXPERTS, router_config.MAX_ROUTER_EXPERT
 PAIR = (zeros(E, D, H), zeros(E, D, H))
 
 BAD = [
+    forward(TypeError, "tf32: expected True or False, got 'yes'", tf32="yes"),
+    forward(
+        ValueError,
+        "tf32: expected False for x of float16, as TF32 stands in for float32, got True",
+        **{name: GOOD["moe_forward"][name].astype(np.float16) for name in ("x", "w1", "w2")},
+        tf32=True,
+    ),
     # not an array
     forward(TypeError, f"x: {ANY_ARRAY}, got <class 'list'>", x=[[1.0] * D] * L),
     forward(TypeError, f"ids: {ANY_ARRAY}, got <class 'NoneType'>", ids=None),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from moeblaze_cupy.cuda.structs import Params
+from moeblaze_cupy.reference.numerics import to_tf32
 from tests.emulator import COMPILER, EmulatorError, build, engine_of, own_sources, preprocess_with, run_compiler
 
 if COMPILER is None:
@@ -268,6 +269,32 @@ def test_ldmatrix_and_mma_match_numpy(dtype, a_mn, b_mn):
     d = np.zeros((16, 16), np.float32)
     module.launch("kernel", 1, 32, [np.ascontiguousarray(a_bits), np.ascontiguousarray(b_bits), d], shared_mem=1024)
     np.testing.assert_allclose(d, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tf32_fragments_and_rounding_match_numpy():
+    """Lanes load their words of A (16, 8) and of B (8, 8), in the order of the PTX ISA; mma_tf32 reads 10 bits."""
+    body = """
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    float* shared = reinterpret_cast<float*>(dynamic_shared);
+    for (int i = threadIdx.x; i < 128; i += 32) shared[i] = a[i], shared[128 + i % 64] = b[i % 64];
+    __syncwarp();
+    unsigned fa[4], fb[2];
+    for (int i = 0; i < 4; ++i) fa[i] = load_shared_4(((g + i % 2 * 8) * 8 + t + i / 2 * 4) * 4);
+    for (int i = 0; i < 2; ++i) fb[i] = load_shared_4(512 + ((t + i * 4) * 8 + g) * 4);
+    float acc[4] = {};
+    if (ROUNDS)
+        for (int i = 0; i < 4; ++i) fa[i] = round_tf32(fa[i]), fb[i % 2] = i < 2 ? round_tf32(fb[i]) : fb[i % 2];
+    mma_tf32(acc, fa, fb[0], fb[1]);
+    for (int i = 0; i < 4; ++i) d[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = acc[i];
+    """
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((16, 8)).astype(np.float32), rng.standard_normal((8, 8)).astype(np.float32)
+    cut = [(v.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for v in (a, b)]
+    for rounds, (left, right) in ((0, cut), (1, (to_tf32(a), to_tf32(b)))):
+        d = np.zeros((16, 8), np.float32)
+        module = one_kernel("const float* a, const float* b, float* d", body, ROUNDS=rounds)
+        module.launch("kernel", 1, 32, [a, b, d], shared_mem=1024)
+        np.testing.assert_allclose(d, left.astype(np.float64) @ right.astype(np.float64), rtol=1e-5, atol=1e-6)
 
 
 def test_fragment_registers_follow_the_ptx_isa():

@@ -250,7 +250,8 @@ class _ExpertParallel(torch.autograd.Function):
             part = slice(start, stop)
             x_part, scales = values_and_scales(_part(rows, part))
             layer = call.joined(LayerArrays(x_part, local_ids[part], got[part], gate, up, w2), parts)
-            options = LayerOptions(activation, save, max_slots=bound, precision=fp8_products.precision)
+            precision, tf32 = fp8_products.precision, torch_arguments.in_tf32(x)
+            options = LayerOptions(activation, save, max_slots=bound, precision=precision, tf32=tf32)
             try:
                 extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
                 out, saved = layer_forward(layer, options, extras, "expert_parallel_moe")

@@ -118,6 +118,8 @@ def moe(
     whose memory is freed after forward, as FSDP2 does.
     memory_limit: as of `moeblaze_cupy.moe_forward`. torch.compile calls such a layer between its graphs. Where else
     operators are needed, and with lora or token_offsets, it is refused.
+    Where torch multiplies float32 matrices on CUDA in TF32 (torch.backends.cuda.matmul.fp32_precision or allow_tf32, at
+    the time of forward), products of float32 layers are in TF32 too, as with tf32=True of `moeblaze_cupy.moe_forward`.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does. Backward raises RuntimeError for a
     tensor whose storage has been freed since forward, as FSDP2 frees that of gathered parameters.
     """
@@ -140,6 +142,14 @@ class _Call(NamedTuple):
     #: The shape of out, which is no view then; None for (L, d), or that of unreduced outputs.
     shape: tuple[int, ...] | None = None
     lora: Lora | None = None
+
+
+def _in_tf32(options: LayerOptions, x: torch.Tensor) -> LayerOptions:
+    """Returns the options with torch's setting for x in place of `tf32`."""
+    if not torch_arguments.in_tf32(x):
+        return options
+    fields: list[Any] = [*list(options)[:-1], True]
+    return LayerOptions(*fields)  # torch 2.6 compiles no `_replace`
 
 
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
@@ -173,6 +183,7 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
         layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
+    options = _in_tf32(options, x)
     differentiable = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
     )
@@ -230,6 +241,7 @@ def _moe_without_operators(layer: LayerArrays, options: LayerOptions, call: _Cal
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2, *factors)
         )
     plain = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
+    options = _in_tf32(options, x)
     checks.one_of("moe", "save", options.save, SAVE_POLICIES)
     out: torch.Tensor
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*plain, *factors))):
@@ -261,8 +273,8 @@ def _by_operators(
         expected = "None with tensor subclasses, transforms of torch, and main_grad under a dispatch mode"
         raise checks.bad_value("moe", "memory_limit", expected, options.memory_limit)
     fp8_weights, save = call.fp8_weights, options.save
-    of_layer = options.gate_up, options.weights_on, options.unreduced, options.identity_experts, options.precision
-    of_operators = Options.of(options.activation, *of_layer)
+    of_slots = options.weights_on, options.unreduced, options.identity_experts
+    of_operators = Options.of(options.activation, options.gate_up, *of_slots, options.precision, options.tf32)
     in_fp8 = _in_fp8(of_fp8, fp8_weights, options.gate_up)
     out: torch.Tensor
     if not differentiable and not torch_autograd.transformed():

@@ -9,6 +9,7 @@ from moeblaze_cupy import checks
 from moeblaze_cupy import types as structures
 from moeblaze_cupy.checks import named_pair
 
+HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 DENSE = "a dense tensor, as values() of a nested one is"
 
 
@@ -86,6 +87,20 @@ def autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) ->
     products = list(map(cast, operands))
     of_x = products[0].dtype
     return products, list(map(beside, others))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no types
+def _matmuls_in_tf32() -> bool:
+    """Returns whether torch multiplies float32 matrices on CUDA in TF32. Compiled code guards this setting itself."""
+    matmul = torch.backends.cuda.matmul
+    if HAS_FP32_PRECISION:  # it shows what was set by older names too, which raise an error once it has been set
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
+
+
+def in_tf32(x: torch.Tensor) -> bool:
+    """Returns whether torch would multiply x in TF32, by its setting."""
+    return x.dtype == torch.float32 and x.device.type == "cuda" and _matmuls_in_tf32()
 
 
 def widened(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

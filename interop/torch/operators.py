@@ -101,6 +101,7 @@ class Options(NamedTuple):
     unreduced: bool = False
     identity_experts: int = 0
     precision: str | None = None
+    tf32: bool = False
 
     @classmethod
     def of(cls, activation: str | Activation, *others: Any) -> "Options":
@@ -118,7 +119,7 @@ class Options(NamedTuple):
 
     def of_layer(self, save: str | None) -> LayerOptions:
         others = self.gate_up, self.weights_on, self.unreduced, self.identity_experts, None, self.precision
-        return LayerOptions(self.activation, save, *others)
+        return LayerOptions(self.activation, save, *others, tf32=self.tf32)
 
 
 class Kept(NamedTuple):
@@ -187,6 +188,7 @@ def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     arrays, of_layer = LayerArrays(*map(d.get, layer.arrays.arguments())), options.of_layer(save)
     checks.layer_options("moe", of_layer, arrays.router_weights is not None, arrays.b1_gate is not None)
     checks.layer("moe", arrays, of_layer)
+    checks.tf32("moe", options.tf32, d["x"])
     checks.identity_experts("moe", of_layer, d["w2"])
     if options.precision is not None:  # the implementation asks the GPU as well
         in_fp8 = [d[name] for name in fp8_checks.NAMES if name in d]

@@ -71,6 +71,18 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned add
                  : "memory");
 }
 
+__device__ __forceinline__ unsigned load_shared_4(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(unsigned address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 // The warp computes d (16x8, fp32) += a (16x16, row-major) * b (16x8, column-major).
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -82,6 +94,22 @@ __device__ __forceinline__ void mma_fp16(float (&d)[4], const unsigned (&a)[4], 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The warp computes d (16x8, fp32) += a (16x8, row-major) * b (8x8, column-major) of TF32.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The bits of a float rounded to TF32's 10 bits of mantissa, to nearest and ties away from zero, as cvt.rna.tf32.f32 does. That
+// would also clear the last 13 bits, of which mma_tf32 takes no notice.
+__device__ __forceinline__ unsigned round_tf32(unsigned bits) {
+    asm("{ .reg .pred finite;\n .reg .f32 v;\n mov.b32 v, %0;\n abs.f32 v, v;\n setp.lt.f32 finite, v, 0f7f800000;\n"
+        " @finite add.u32 %0, %0, 0x1000; }"
+        : "+r"(bits));
+    return bits;
 }
 
 // Two floats rounded to nearest even, with `low` in the low half.

@@ -113,12 +113,6 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
     return v;
 }
 
-__device__ __forceinline__ uint2 load_shared_8(unsigned address) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-    return v;
-}
-
 __device__ __forceinline__ void store_shared_4(unsigned address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }

@@ -7,14 +7,17 @@
 //   K-contiguous (rows of x, weights stored N x K): row r of the tile is at r * STEP_BYTES.
 //   MN-contiguous (weights stored K x N, token rows in weight gradients): the tile's columns are slabs of LINE columns, 128
 //     bytes, and line slab * BK + k of 128 bytes holds row k of that slab.
-// Swizzle: 16-byte chunk c of line l is stored at chunk c ^ (l & 7); with 64-byte rows chunk c of row r at c ^ (r / 2 & 3). It
-// keeps the writes of cp.async and the reads of ldmatrix free of bank conflicts. After the main loop the epilogue uses the same
+// Swizzle: 16-byte chunk c of line l is stored at chunk c ^ (l & 7); with 64-byte rows chunk c of row r at c ^ (r / 2 & 3); in
+// MN-contiguous lines of TF32 at c ^ (l & 3) * 2. It keeps the writes of cp.async and the reads of fragments free of bank
+// conflicts. After the main loop the epilogue uses the same
 // memory to stage rows.
 //
 // Fragments of the first k16 step of a stage are loaded during the products of the last k16 step of the stage before, behind
 // the barrier. So no product waits for a barrier and then for shared memory.
 //
-// fp32 operands take the same path with FFMA in place of mma.sync: their products are fp32, not TF32.
+// fp32 operands take the same path with FFMA in place of mma.sync, as their products are fp32. With TF32 they are rounded to
+// TF32 as they are multiplied, by mma.m16n8k8: what is k16 of 16-bit elements here is k8 then, of as many bytes. ldmatrix
+// transposes 16-bit elements alone, so lanes load the words of MN-contiguous tiles.
 #pragma once
 #include "row_staging.cuh"
 #include "tile_raster.cuh"
@@ -34,7 +37,9 @@ constexpr int A_COPIES = BM / PASS_ROWS, B_COPIES = BN / PASS_ROWS;  // of a thr
 constexpr int PASS_SLABS = PASS_LINES > BK ? PASS_LINES / BK : 1;    // slabs that these lines are of
 constexpr int K_ROWS = PASS_LINES > BK ? 1 : BK / PASS_LINES;        // rows of an MN-contiguous stage that a thread copies from
 constexpr bool FP32 = sizeof(element) == 4;
+constexpr int K_LINES = 32 / sizeof(element);  // of an MN-contiguous tile in a k16 step
 
+static_assert(FP32 || !TF32, "fp32 is rounded to TF32");
 static_assert(BM == 128 && BN == 256 && THREADS == BN, "warps of 64 x 64 each, two threads per row of the tile");
 static_assert(STEP_BYTES == 64 || STEP_BYTES == 128, "one or two rows per 128 bytes");
 static_assert(STAGES >= 3, "one stage is filled while another is read and the next has arrived");
@@ -72,8 +77,8 @@ __device__ __forceinline__ int chunk_column() {
 template <bool K_CONTIGUOUS>
 __device__ __forceinline__ int copy_offset(int i) {
     if (K_CONTIGUOUS) return row_chunk(first_row(), threadIdx.x % ROW_CHUNKS) + i * PASS_ROWS * STEP_BYTES;
-    const int line = threadIdx.x / 8;
-    return line * 128 + ((threadIdx.x ^ line) & 7) * 16 + (i / K_ROWS * PASS_SLABS * BK + i % K_ROWS * PASS_LINES) * 128;
+    const int line = threadIdx.x / 8, swizzle = TF32 ? (line & 3) * 2 : line;
+    return line * 128 + ((threadIdx.x ^ swizzle) & 7) * 16 + (i / K_ROWS * PASS_SLABS * BK + i % K_ROWS * PASS_LINES) * 128;
 }
 
 // A matrix in global memory with contiguous rows. Row numbers have 32 bits and byte offsets 64, so that an address is one
@@ -115,7 +120,7 @@ struct Accumulators {
 template <bool K_CONTIGUOUS>
 __device__ __forceinline__ unsigned fragment_address(unsigned first, unsigned mn, unsigned kk) {
     if (K_CONTIGUOUS) return (first ^ (kk * 32)) + mn * STEP_BYTES;
-    return (first ^ ((mn % LINE) * 2)) + (mn / LINE) * BK * 128 + kk * 2048;
+    return (first ^ (mn % LINE * static_cast<unsigned>(sizeof(element)))) + (mn / LINE) * BK * 128 + kk * K_LINES * 128;
 }
 
 // What a warp reads for the products of a k16 step: fragments of 64 x 16 of A and of B, of this step and of the next.
@@ -128,9 +133,21 @@ struct Fragments {
     __device__ __forceinline__ Fragments(int warp_m, int warp_n_) : warp_n(warp_n_) {
         const int lane = threadIdx.x & 31, r = lane & 7, low = (lane >> 3) & 1, high = lane >> 4;
         const unsigned start = shared_address(dynamic_shared);
-        a_first = start + (A_K_CONTIGUOUS ? row_chunk(warp_m * 64 + low * 8 + r, high)
-                                          : (high * 8 + r) * 128 + (low ^ r) * 16 + warp_m * 64 / LINE * BK * 128);
-        b_first = start + A_BYTES + (B_K_CONTIGUOUS_ ? row_chunk(high * 8 + r, low) : (low * 8 + r) * 128 + (high ^ r) * 16);
+        const int t = lane & 3, g = lane / 4;
+        const int a_line = TF32 ? t * 128 + ((g / 2) ^ t * 2) * 16 + g % 2 * 8 : (high * 8 + r) * 128 + (low ^ r) * 16;
+        const int b_line = TF32 ? t * 128 + ((g / 4) ^ t * 2) * 16 + g % 4 * 4 : (low * 8 + r) * 128 + (high ^ r) * 16;
+        a_first = start + (A_K_CONTIGUOUS ? row_chunk(warp_m * 64 + low * 8 + r, high) : a_line + warp_m * 64 / LINE * BK * 128);
+        b_first = start + A_BYTES + (B_K_CONTIGUOUS_ ? row_chunk(high * 8 + r, low) : b_line);
+    }
+    // What ldmatrix_x4_trans loads of 16-bit elements: lane 4 g + t loads lines t and t + 4 of a k8 step. Its rows of A are 2 g and
+    // 2 g + 1 of 16, its columns of B g and g + 8; see tile_row.
+    static __device__ __forceinline__ void load_a(unsigned (&r)[4], unsigned address) {
+        const uint2 above = load_shared_8(address), below = load_shared_8(address + 512);
+        r[0] = above.x, r[1] = above.y, r[2] = below.x, r[3] = below.y;
+    }
+    static __device__ __forceinline__ void load_b(unsigned (&r)[4], unsigned left, unsigned right) {
+        r[0] = load_shared_4(left), r[1] = load_shared_4(left + 512);
+        r[2] = load_shared_4(right), r[3] = load_shared_4(right + 512);
     }
     // Loads k16 step kk of a stage to buffer kk & 1.
     __device__ __forceinline__ void load(int stage, int kk) {
@@ -139,6 +156,8 @@ struct Fragments {
             const unsigned address = fragment_address<A_K_CONTIGUOUS>(a_first + stage, i * 16, kk);
             if (A_K_CONTIGUOUS)
                 ldmatrix_x4(a[kk & 1][i], address);
+            else if (TF32)
+                load_a(a[kk & 1][i], address);
             else
                 ldmatrix_x4_trans(a[kk & 1][i], address);
         }
@@ -147,8 +166,19 @@ struct Fragments {
             const unsigned address = fragment_address<B_K_CONTIGUOUS_>(b_first + stage, pair_column<SPLIT>(warp_n, p), kk);
             if (B_K_CONTIGUOUS_)
                 ldmatrix_x4(b[kk & 1][p], address);
+            else if (TF32)
+                load_b(b[kk & 1][p], address, fragment_address<false>(b_first + stage, pair_column<SPLIT>(warp_n, p) + 8, kk));
             else
                 ldmatrix_x4_trans(b[kk & 1][p], address);
+        }
+    }
+    // Rounds what was loaded for k8 step kk.
+    __device__ __forceinline__ void round(int kk) {
+        if (!TF32) return;
+#pragma unroll
+        for (int w = 0; w < 16; ++w) {
+            a[kk & 1][w / 4][w % 4] = round_tf32(a[kk & 1][w / 4][w % 4]);
+            b[kk & 1][w / 4][w % 4] = round_tf32(b[kk & 1][w / 4][w % 4]);
         }
     }
     __device__ __forceinline__ void multiply(Accumulators& acc, int kk) const {
@@ -208,7 +238,7 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
     }
     int read = 0, write = (STAGES - 1) * STAGE_BYTES;
     auto after = [](int stage) { return stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES; };
-    if constexpr (FP32) {
+    if constexpr (FP32 && !TF32) {
         for (int step = 0; step < steps; ++step) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();
@@ -223,6 +253,7 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         fragments.load(0, 0);
+        fragments.round(0);
         for (int step = 0; step < steps; ++step) {
 #pragma unroll
             for (int kk = 0; kk < K_STEPS; ++kk) {
@@ -237,6 +268,7 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
                 if (kk < COPY_PARTS) copy(write, step + STAGES - 1, kk);
                 if (kk == COPY_PARTS - 1) cp_async_commit();
                 fragments.multiply(acc, kk);
+                fragments.round(kk + 1);
             }
             write = after(write);
         }
@@ -251,6 +283,12 @@ __device__ __forceinline__ float* warp_staging() {
 }
 // The tile's row at which this warp's accumulators acc.v[i] begin.
 __device__ __forceinline__ int warp_row(int i) { return (threadIdx.x / 32 & 1) * 64 + i * 16; }
+
+// The tile's row that a row of the accumulators is of. With TF32 the rows of an MN-contiguous A are in another order.
+template <bool A_K_CONTIGUOUS>
+__device__ __forceinline__ int tile_row(int row) {
+    return TF32 && !A_K_CONTIGUOUS ? (row & ~15) + (row & 7) * 2 + (row >> 3 & 1) : row;
+}
 
 // Calls consume(row, v) for each row of the tile that the lane has columns of. v[g] holds its 8 columns of group g; see
 // RowStaging.

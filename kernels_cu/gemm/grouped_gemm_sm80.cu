@@ -117,7 +117,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const GroupedGemmPar
     auto copy_b = [&](int stage, int i, const char* from, int left) {
         const int j = SPLIT ? i % (B_COPIES / 2) : i;
         const int column = b_n0 + slab_column(j) + kb, row = first_line() + j % K_ROWS * PASS_LINES;
-        const int valid = B_K_CONTIGUOUS ? left - kb : row < left ? b_columns - column : 0;
+        // With TF32 each copy compares anew: predicates that last would leave none to the rounding of operands.
+        const int valid = B_K_CONTIGUOUS ? left - kb
+                          : TF32         ? (row < left ? b_columns - b_n0 - kb : 0) - slab_column(j)
+                                         : (row < left ? b_columns - column : 0);
         copy_chunk(stage + A_BYTES + copy_offset<B_K_CONTIGUOUS>(i), from, valid);
     };
 #if LORA

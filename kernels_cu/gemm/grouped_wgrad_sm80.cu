@@ -52,9 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
     Accumulators acc;
     main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int step, int part) {
         auto copy = [&](int i, int operand, const Rows& matrix, bool gathered, int start, int columns) {
-            const int row = first + step * BK + first_line() + i % K_ROWS * PASS_LINES, column = start + slab_column(i) + chunk;
-            copy_chunk(stage + operand + copy_offset<false>(i), matrix.at(gathered ? tokens[i % K_ROWS] : row, column),
-                       row < last ? columns - column : 0);
+            const int row = first + step * BK + first_line() + i % K_ROWS * PASS_LINES;
+            const char* from = matrix.at(gathered ? tokens[i % K_ROWS] : row, start + chunk);
+            copy_chunk(stage + operand + copy_offset<false>(i), from + slab_column(i) * static_cast<int>(sizeof(element)),
+                       (row < last ? columns - start - chunk : 0) - slab_column(i));
         };
 #pragma unroll
         for (int i = A_COPIES * part / COPY_PARTS; i < A_COPIES * (part + 1) / COPY_PARTS; ++i)
@@ -67,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
 
     OUT* out = (blockIdx.z ? p.out1 : p.out0) + expert * p.expert_stride;
     const int n = n0 + (threadIdx.x / 64) * 64 + RowStaging<1>::column_group() * 8;
-    for_each_row<1>(acc, [&](int row, float (&v)[1][8]) {
+    for_each_row<1>(acc, [&](int staged_row, float (&v)[1][8]) {
+        const int row = tile_row<false>(staged_row);
         if (m0 + row >= M) return;
         OUT* to = out + (m0 + row) * p.ldo + n;
         if (ACCUMULATE) {

@@ -7,8 +7,8 @@
 #pragma once
 #include "scaled_products_sm90.cuh"
 
-// 1 / scale, or 0 where that would not be finite: products with such a scale are 0, too.
-__device__ __forceinline__ float inverse(float scale) { return scale > 1e-37f ? reciprocal(scale) : 0.f; }
+constexpr float LEAST_SCALE = 1.17549435e-38f;  // the least normal number; products with a lesser scale are 0, by -ftz
+__device__ __forceinline__ float inverse(float scale) { return scale >= LEAST_SCALE ? reciprocal(scale) : 0.f; }
 
 __device__ __forceinline__ unsigned scaled_pair(unsigned pair, float by) {
     return pack2(element(), __uint_as_float(pair << 16) * by, __uint_as_float(pair & 0xffff0000u) * by);

@@ -81,6 +81,7 @@ WIDE, SQUARE = f"tiles of {TILE_ROWS} x {PANEL_COLUMNS}", f"tiles of {SQUARE_TIL
 TO_TOKENS = "no column panel: with k = 1 a row of the product is its token's result"
 IN_PLACE = "; it lies in the rows of the left operand, which nothing reads again"
 FIXED_ORDER = "static tile scheduling: products that are summed per token take row tiles in twos, in a fixed order"
+TF32 = "float32 operands are rounded to TF32, and multiplied by tensor cores"
 E4M3 = "e4m3 operands: two count as one of what an element sums over, as a k-step has twice as many"
 
 

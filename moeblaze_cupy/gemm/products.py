@@ -74,6 +74,7 @@ class Operand:
     dtype: str  # "uint8" holds e4m3
     ld: int
     misalignment: int = 0
+    tf32: bool = False  # float32 that products round to TF32
 
     @property
     def is_fp8(self) -> bool:
@@ -317,7 +318,7 @@ def configure(
     to_tokens, place = rows.to_tokens, rows.place
     config, aligned = config_of(product, limits)
     slots, dynamic, clusters = index.num_rows, False, False
-    why = (*rows.why, *config.why)
+    why = (*rows.why, *config.why, *((gemm_config.TF32,) if a.tf32 else ()))
     pairs, stores_rows = interleaved and entry == "up_fwd", gemm_variants.EPILOGUES[entry] == "STORE" and not to_tokens
     max_row_tiles, square = index.max_row_tiles, False
     num_slots = index.num_slots if to_tokens else slots
@@ -366,7 +367,7 @@ def configure(
         sizes |= {"result_ld": rows.ld}
         why += (*((gemm_config.E4M3,) if a.is_fp8 else ()), of_clusters, of_schedule)
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
-    options["fp8"] = a.is_fp8
+    options |= {"fp8": a.is_fp8, "tf32": a.tf32}
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
     options |= {"fp8_saved": fp8_saved, "square": square, "pushes": place is not None}
     options |= {"lora": placed is not None, "lora_in_spare": placed is not None and placed.in_spare}
@@ -508,6 +509,7 @@ def configure_wgrad(
         tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
     config = gemm_config.wgrad(p.dtype, aligned, square, limits)
     to: dict[str, Any] = {"accumulate": dtype if accumulate else None, "summed": dtype if summed else None}
+    to["tf32"] = p.tf32
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
 
@@ -525,7 +527,8 @@ def configure_wgrad(
     if config.tier == "sm80":
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * gemm_config.column_tiles(N)
         number = tiles * E * halves
-        product = launch((tiles, E, halves), {**operands, **result}, {}, config.why, **to)
+        why = (*config.why, *((gemm_config.TF32,) if p.tf32 else ()))
+        product = launch((tiles, E, halves), {**operands, **result}, {}, why, **to)
         return Wgrad(product, swapped, True, None, None)
     grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped

@@ -55,6 +55,7 @@ def gemm_variant(
     summed: str | None = None,
     lora: bool = False,
     lora_in_spare: bool = False,
+    tf32: bool = False,
 ) -> Variant:
     """Returns the variant of one step's grouped GEMM or weight gradient.
 
@@ -72,14 +73,15 @@ def gemm_variant(
     pushes: rows that go to tokens go to the memory of the GPUs that have these.
     summed: the dtype of the sum of this GPU's weight gradient and those of others, on Hopper.
     lora: a grouped GEMM adds a low-rank factor's products. lora_in_spare: the factor has 16 ranks, which lie in the
-    spare bytes of Hopper's kernel.
+    spare bytes of Hopper's kernel. tf32: operands, which are float32, are rounded to TF32.
     """
     form = FORMS[activation]
     gated = form.gated
-    half = "fp16" if dtype == "float16" else "bf16"
+    half = "tf32" if tf32 else "fp16" if dtype == "float16" else "bf16"
     macros: dict[str, str | int] = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
     if tier == "sm80":
-        macros |= {"MMA": f"mma_{half}", "ALIGNED": int(aligned), "STAGES": stages, "STEP_BYTES": step_bytes}
+        macros |= {"MMA": f"mma_{half}", "TF32": int(tf32), "ALIGNED": int(aligned)}
+        macros |= {"STAGES": stages, "STEP_BYTES": step_bytes}
     else:
         macros |= {"WGMMA": f"wgmma_{half}"}
     forward = entry.endswith("_fwd")

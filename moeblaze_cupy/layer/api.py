@@ -157,6 +157,7 @@ def moe_forward(
     fp8_weights: Fp8Weights | None = None,
     lora: Lora | None = None,
     memory_limit: int | None = None,
+    tf32: bool = False,
 ) -> tuple[Any, Any]:
     """Computes out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -197,8 +198,8 @@ def moe_forward(
     memory_limit: None, or bytes, on CUDA, for what forward allocates at one time beyond out and what it saves, and for
     what backward allocates, gradients included; with lora those of x, weights and lora. Both run in the fewest chunks
     of tokens that keep within it. Gradients of weights, biases and lora are then sums over the chunks in float32,
-    rounded once. ValueError names the least limit that
-    is possible. Not with token_offsets or max_slots.
+    rounded once. ValueError names the least limit that is possible. Not with token_offsets or max_slots.
+    tf32: True rounds the operands of the products of a float32 layer, forward and backward, to TF32, for tensor cores.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -212,7 +213,7 @@ def moe_forward(
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     layer = layer_arrays((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
     of_slots = weights_on, unreduced, identity_experts, max_slots
-    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit)
+    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit, tf32)
     if fp8_weights is None and lora is None:
         return forward(layer, options)
     return forward(layer, options, LayerExtras(fp8_weights=fp8_weights, lora=lora))
@@ -376,6 +377,7 @@ def _checked_forward(
         call.described |= {n: dataclasses.replace(call.described[n], dtype="bfloat16") for n in decoded}
     d = LayerArrays(*map(call.described.get, names))
     checks.layer(function, d, options)
+    checks.tf32(function, options.tf32, d.x)
     checks.identity_experts(function, options, d.w2)
     if extras.lora is not None:
         lora_checks.layer(function, d, options, [call.described.get(name) for name in lora_checks.NAMES])

@@ -147,7 +147,8 @@ def configure_backward(
     up, down = Weight.of(w1, half), Weight.of((layer.w2,))
     up_bias, down_bias = Bias.of(b1, bias_half) if b1 else None, Bias.of(layer.b2_parts) if layer.b2 else None
     saved_in_fp8 = first_layer is not None and first_layer.dtype == "uint8"
-    x_rows, grad_rows = Operand(dtype, d, layer.x.misalignment), Operand(dtype, d, arrays.grad_out.misalignment)
+    rows_of = functools.partial(Operand, dtype, tf32=options.tf32)
+    x_rows, grad_rows = rows_of(d, layer.x.misalignment), rows_of(d, arrays.grad_out.misalignment)
     in_e4m3, x_in_e4m3 = _in_e4m3(arrays, options, R)
     grad_read, down_read = (in_e4m3.rows_operand, in_e4m3.weights.down_bwd) if in_e4m3 else (grad_rows, down)
     _, beside_down = lora.factors_beside(factors, options, False)
@@ -164,8 +165,8 @@ def configure_backward(
         down_product=down_product,
         x=x_rows,
         grad=grad_rows,
-        first_layer=Operand(dtype, h * options.halves, overwritable.misalignment if overwritable and in_place else 0),
-        y_swi=Operand(dtype, h, y_swi.misalignment if takes_y_swi else 0),
+        first_layer=rows_of(h * options.halves, overwritable.misalignment if overwritable and in_place else 0),
+        y_swi=rows_of(h, y_swi.misalignment if takes_y_swi else 0),
         up_bias=up_bias,
         in_e4m3=in_e4m3,
         x_in_e4m3=x_in_e4m3,

@@ -171,7 +171,7 @@ def _forward_launches(
     """Returns the launches after dispatch, by the names of `Forward`."""
     (_, d), (_, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype
     up_read, down_read, up_bias = parameters
-    x_rows, y_rows = Operand(dtype, d, layer.x.misalignment), Operand(dtype, h)
+    x_rows, y_rows = Operand(dtype, d, layer.x.misalignment, options.tf32), Operand(dtype, h, tf32=options.tf32)
     x_read, y_read = x_rows, y_rows
     if in_e4m3:
         up_read, down_read = in_e4m3.weights.up_fwd, in_e4m3.weights.down_fwd

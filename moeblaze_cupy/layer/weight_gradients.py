@@ -92,9 +92,10 @@ def configure_weights(
     up, down = Weight.of(w1, half), Weight.of((w2,))
     up_gradient = Weight.of(buffers.get("w1") or up.gradient_layouts(), half)
     down_gradient = Weight.of(buffers.get("w2") or down.gradient_layouts())
-    x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, arrays.grad_out.misalignment)
-    first_rows = Operand(dtype, h * options.halves, arrays.first_layer.misalignment)
-    y_rows = Operand(dtype, h, arrays.y_swi.misalignment)
+    rows_of = functools.partial(Operand, dtype, tf32=options.tf32)
+    x_rows, grad_rows = rows_of(d, x.misalignment), rows_of(d, arrays.grad_out.misalignment)
+    first_rows = rows_of(h * options.halves, arrays.first_layer.misalignment)
+    y_rows = rows_of(h, arrays.y_swi.misalignment)
     each = index.num_experts // (summed.num_others + 1) if summed else None
     wgrad = functools.partial(grouped_gemm.configure_wgrad, index, options.activation, limits, num_experts=each)
     down_wgrad = up_wgrad = slots_by_row = own_down = own_up = down_total = up_total = rank_experts = None

@@ -10,8 +10,8 @@ from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.fp8 import first_layer_of, quantize_weights, save_first_layer
 from moeblaze_cupy.reference.lora import Factors
-from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
-from moeblaze_cupy.reference.products import InFp8, Plain, Products
+from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, to_tf32
+from moeblaze_cupy.reference.products import InFp8, Plain, Products, Read
 from moeblaze_cupy.types import (
     IDENTITY,
     Activation,
@@ -93,12 +93,18 @@ def _products(
     activation: Activation,
     gate_up: str,
     x: HostArray,
+    read: Read,
 ) -> Products:
     compute = compute_dtype(x)
     if fp8_weights is None:
-        return Plain(w1_parts, w2, compute, x.dtype)
+        return Plain(w1_parts, w2, compute, x.dtype, read)
     joined = functools.partial(_side_by_side, gate_up=gate_up) if gate_up == "interleaved" else None
     return InFp8(fp8_weights, lambda w1: _parts(w1, activation, gate_up), joined, compute)
+
+
+def _read(options: LayerOptions) -> Read:
+    """Returns what gives the numbers of an operand that products multiply."""
+    return to_tf32 if options.tf32 else lambda array: array
 
 
 def _side_by_side(halves: Sequence[HostArray], gate_up: str) -> HostArray:
@@ -218,6 +224,7 @@ def moe_forward(
     fp8_weights: Fp8Weights | None = None,
     lora: Lora | None = None,
     memory_limit: int | None = None,
+    tf32: bool = False,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """Returns out[t], the sum over slots j, in order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -241,6 +248,7 @@ def moe_forward(
     precision, fp8_weights  "fp8": see reference.products; quantised w1 and w2, or None: they are quantised here
     lora     factors beside w1 and w2, or None: see reference.lora
     memory_limit  bounds nothing here
+    tf32     operands of products are float32 rounded to TF32, but those that make the rows of `lora` and its gradients
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -251,13 +259,14 @@ def moe_forward(
     b1_parts = () if b1 is None else _parts(b1, act, gate_up)  # each (E, h)
     if precision == "fp8" and fp8_weights is None:
         fp8_weights = quantize_weights(w1, w2, gate_up)
-    products = _products(w1_parts, w2, fp8_weights if precision == "fp8" else None, act, gate_up, x)
+    of_slots = weights_on, unreduced, identity_experts, max_slots
+    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit, tf32)
+    read = _read(options)
+    products = _products(w1_parts, w2, fp8_weights if precision == "fp8" else None, act, gate_up, x, read)
     # Token dispatch: index lists only, no routed copy of x.
     index = dispatch(ids, num_experts, token_offsets, max_slots)
     num_rows = index.num_rows
-    of_slots = weights_on, unreduced, identity_experts, max_slots
-    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit)
-    factors = Factors(lora, x.dtype, compute)
+    factors = Factors(lora, x.dtype, compute, read)
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     if identity_experts:
         is_identity = (ids.reshape(-1) >= num_experts) & (ids.reshape(-1) < num_experts + identity_experts)  # (L*k,)
@@ -335,10 +344,11 @@ def moe_backward(
     needs = saved.default_gradients if needs is None else needs
     compute = compute_dtype(x)
     num_rows = index.num_rows
-    factors = Factors(saved.lora, x.dtype, compute)
+    read = _read(options)
+    factors = Factors(saved.lora, x.dtype, compute, read)
     w1_parts = _parts(saved.w1, activation, gate_up)  # each (E, d, h)
     b1_parts = () if saved.b1 is None else _parts(saved.b1, activation, gate_up)  # each (E, h)
-    products = _products(w1_parts, w2, saved.fp8_weights, activation, gate_up, x)
+    products = _products(w1_parts, w2, saved.fp8_weights, activation, gate_up, x, read)
     buffers = accumulate or {}
     totals: dict[str, Any] = {  # they have the forms of the weights and biases
         name: buffers[name] if name in buffers else _zeros_like(getattr(saved, name))
@@ -381,7 +391,7 @@ def moe_backward(
 
         # 2. Expert computation backward.
         if "w2" in needs:
-            _add(totals["w2"], expert, (on_output * y).T @ grad_rows)  # (h, d) line 18
+            _add(totals["w2"], expert, read(on_output * y).T @ read(grad_rows))  # (h, d) line 18
         if "b2" in needs:
             _add(totals["b2"], expert, (on_output * grad_rows).sum(axis=0))  # (d,)
         if not {"x", "weights", "w1", "b1", "lora"}.intersection(needs):
@@ -406,7 +416,7 @@ def moe_backward(
             grad_row_weights[rows] = sum(dots)
             grad_ab = tuple(scale * g for g in grad_ab)  # each (n, h)
         for total, grad_half in zip(w1_totals, grad_ab, strict=False):
-            _add(total, expert, x_rows.T @ grad_half)  # (d, h) line 29
+            _add(total, expert, read(x_rows).T @ read(grad_half))  # (d, h) line 29
         for total, grad_half in zip(b1_totals, grad_ab, strict=False):
             _add(total, expert, grad_half.sum(axis=0))  # (h,)
         if "x" in needs:

@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 
 from moeblaze_cupy.reference.numerics import HostArray, cast, product_of_rows
+from moeblaze_cupy.reference.products import Read
 from moeblaze_cupy.types import Lora
 
 
 class Factors:
-    """The factors of a layer, and the sums of their gradients. store: x's dtype."""
+    """The factors of a layer, and the sums of their gradients. store: x's dtype. read: that of `products.Plain`."""
 
-    def __init__(self, lora: Lora | None, store: np.dtype[Any], compute: np.dtype[Any]) -> None:
-        self.lora, self.store, self.compute = lora or Lora(), store, compute
+    def __init__(self, lora: Lora | None, store: np.dtype[Any], compute: np.dtype[Any], read: Read) -> None:
+        self.lora, self.store, self.compute, self.operand = lora or Lora(), store, compute, read
         self.scales = self.lora.scale1, self.lora.scale2
-        read = self.lora.factors
-        self.read = [None if f is None else cast(cast(f, store), compute) for f in read]
-        self.sums = [None if f is None else np.zeros(f.shape, compute) for f in read]
+        given = self.lora.factors
+        self.read = [None if f is None else cast(cast(f, store), compute) for f in given]
+        self.sums = [None if f is None else np.zeros(f.shape, compute) for f in given]
 
     def rows(self, pair: int, num_rows: int) -> HostArray | None:
         """Returns zeros (R, r) for u; None without the pair."""
@@ -45,7 +46,7 @@ class Factors:
 
     def second(self, pair: int, expert: int, u: HostArray) -> HostArray:
         """Returns the term added to the product: u b^T, (n, 2h or h) or (n, d)."""
-        return product_of_rows(cast(u, self.compute), self._of(2 * pair + 1, expert).T)
+        return product_of_rows(self.operand(cast(u, self.compute)), self.operand(self._of(2 * pair + 1, expert)).T)
 
     def first_bwd(self, pair: int, expert: int, grad: HostArray) -> HostArray:
         """Returns v (n, r) of the gradient G of the product."""
@@ -53,7 +54,7 @@ class Factors:
 
     def second_bwd(self, pair: int, expert: int, v: HostArray) -> HostArray:
         """Returns the term added to the gradient of X: v a."""
-        return product_of_rows(v, self._of(2 * pair, expert))
+        return product_of_rows(self.operand(v), self.operand(self._of(2 * pair, expert)))
 
     def add_gradients(
         self, pair: int, expert: int, of_a: tuple[HostArray, HostArray], of_b: tuple[HostArray, HostArray]

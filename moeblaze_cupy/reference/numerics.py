@@ -30,6 +30,12 @@ def product_of_rows(rows: HostArray, weight: HostArray) -> HostArray:
     return product.reshape(blocks * ROWS, weight.shape[1])[: len(rows)]
 
 
+def to_tf32(array: HostArray) -> HostArray:
+    """Returns a float32 array rounded to TF32, which has 10 bits of mantissa: to nearest, ties away from zero."""
+    rounded = ((array.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isfinite(array), rounded, array)
+
+
 def softmax(scores: HostArray) -> HostArray:
     # A row with an infinite or NaN maximum is NaN, as intended.
     exp: HostArray = np.exp(scores - scores.max(axis=-1, keepdims=True))

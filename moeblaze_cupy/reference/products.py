@@ -15,6 +15,8 @@ from moeblaze_cupy.reference.fp8 import from_e4m3, quantize
 from moeblaze_cupy.reference.numerics import HostArray, cast, product_of_rows
 from moeblaze_cupy.types import Fp8Weights
 
+Read = Callable[[HostArray], HostArray]
+
 
 class Products(Protocol):
     """The products of one expert with its n rows. Results are in the dtype of the computation."""
@@ -33,24 +35,30 @@ class Products(Protocol):
 
 
 class Plain:
-    """The products in the layer's precision. y is rounded to the dtype `store` before it is multiplied."""
+    """The products in the layer's precision. y is rounded to the dtype `store` before it is multiplied.
 
-    def __init__(self, w1_parts: Sequence[HostArray], w2: HostArray, compute: Any, store: Any) -> None:
-        self.w1_parts, self.w2, self.compute, self.store = w1_parts, w2, compute, store
+    read: gives the numbers of an operand that are multiplied.
+    """
+
+    def __init__(self, w1_parts: Sequence[HostArray], w2: HostArray, compute: Any, store: Any, read: Read) -> None:
+        self.w1_parts, self.w2, self.compute, self.store, self.read = w1_parts, w2, compute, store, read
+
+    def _weight(self, weight: HostArray) -> HostArray:
+        return self.read(cast(weight, self.compute))
 
     def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
-        return [product_of_rows(x_rows, cast(part[expert], self.compute)) for part in self.w1_parts]
+        return [product_of_rows(self.read(x_rows), self._weight(part[expert])) for part in self.w1_parts]
 
     def down_fwd(self, expert: int, y: HostArray) -> HostArray:
         rounded = cast(cast(y, self.store), self.compute)
-        return product_of_rows(rounded, cast(self.w2[expert], self.compute))
+        return product_of_rows(self.read(rounded), self._weight(self.w2[expert]))
 
     def down_bwd(self, expert: int, grad_rows: HostArray) -> HostArray:
-        return product_of_rows(grad_rows, cast(self.w2[expert], self.compute).T)
+        return product_of_rows(self.read(grad_rows), self._weight(self.w2[expert]).T)
 
     def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
         pairs = zip(grad_ab, self.w1_parts, strict=True)
-        first, *others = (product_of_rows(half, cast(part[expert], self.compute).T) for half, part in pairs)
+        first, *others = (product_of_rows(self.read(half), self._weight(part[expert]).T) for half, part in pairs)
         return sum(others, first)
 
 

@@ -26,7 +26,10 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         transposed=args.order == "transposed",
         ragged=args.pairs,
         options=LayerOptions(
-            weights_on=args.weights_on, unreduced=args.unreduced, identity_experts=args.identity_experts
+            weights_on=args.weights_on,
+            unreduced=args.unreduced,
+            identity_experts=args.identity_experts,
+            tf32=args.tf32,
         ),
         bias=args.dtype if args.bias == "weights" else args.bias,
         gate_up=args.gate_up,
@@ -43,6 +46,8 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         if s.b == 2 and (s.d % 8 or s.h % 8):
             expected = f"none with {s.dtype} and d or h that are no multiples of 8"
             raise CommandError(f"--memory-limit: expected {expected}, got {s.d} and {s.h}")
+    if s.options.tf32 and s.dtype != "float32":
+        raise CommandError(f"--tf32: expected --dtype float32 with it, got {s.dtype}")
     if s.gate_up == "interleaved" and s.g == 1:
         raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
     on_fp8 = tier == "sm90" and s.dtype == "bfloat16" and not (s.d % fp8_checks.MULTIPLE or s.h % fp8_checks.MULTIPLE)
@@ -84,6 +89,7 @@ def as_json(s: LayerShape) -> dict[str, Any]:
         "activation": s.activation,
         "gate_up": s.gate_up,
         "precision": s.precision,
+        "tf32": s.options.tf32,
         "bias": s.bias,
         "dtype": s.dtype,
         "order": "transposed" if s.transposed else "row",

@@ -283,7 +283,7 @@ def variants_of(arch: str) -> list:
     variants = functools.partial(all_variants.variants, limits=LIMITS[arch])
     every = []
     if arch in ("80", "90a"):
-        every += variants((*bf16, *fp32), orders, swiglu, (True,), formats=WEIGHT_FORMATS) + variants(
+        every += variants((*bf16, *fp32), orders, swiglu, (True,), formats=WEIGHT_FORMATS, tf32=True) + variants(
             fp16, row, swiglu, (True,)
         )
         every += variants(bf16, transposed, swiglu, (False,))
@@ -321,7 +321,7 @@ def variants_of(arch: str) -> list:
         every += [v for v in kept if ("FP8_SAVED", "1") in v.macros and beside.isdisjoint(v.macros)]
     else:
         every += variants(bf16, row, swiglu, (True,), formats=WEIGHT_FORMATS) + variants(
-            fp32, transposed, ("gelu",), (False,)
+            fp32, transposed, ("gelu",), (False,), tf32=True
         )
     if arch == "89":
         every = [v for v in every if v.source in SM89_DIFFERS]
@@ -336,7 +336,7 @@ def with_lora(variants, arch: str) -> list:
     )
     every += variants(("float16",), ("row",), ("gelu",), (True,), lora=True, fp8_saved=True, weights_on=("input",))
     if arch == "80":
-        every += variants(("float32",), ("row",), ("swiglu",), (True, False), lora=True)
+        every += variants(("float32",), ("row",), ("swiglu",), (True, False), lora=True, tf32=True)
     if arch == "90a":
         biased = {"biases": (None, "weights")}
         in_e4m3 = variants(("bfloat16",), ("row",), ("swiglu",), (True,), lora=True, fp8=True, fp8_saved=True, **biased)
@@ -537,7 +537,10 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     opcodes = instructions(variant, arch, folder)
     counts = Counter(opcode.split(".")[0] for opcode in opcodes)
     macros = dict(variant.macros)
-    if macros["ELEMENT"] == "float":
+    if macros.get("TF32") == "1":
+        expected, absent = ("HMMA", "LDGSTS"), ("HGMMA",)
+        assert {o for o in opcodes if o.startswith("HMMA")} == {"HMMA.1688.F32.TF32"}
+    elif macros["ELEMENT"] == "float":
         expected, absent = ("FFMA", "LDGSTS"), ("HMMA", "HGMMA")  # products of fp32, not of TF32
     elif "WGMMA" in macros:
         gathers = () if macros.get("GATHER") == "0" else ("LDGSTS",)
@@ -566,14 +569,15 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_machine_code_has_the_tensor_cores_and_neither_spills_nor_fences_among_the_products(arch, tmp_path):
     def gemms(dtypes, orders):
-        return [v for v in all_variants.variants(dtypes, orders, limits=LIMITS[arch]) if v.entry and v.macros]
+        every = all_variants.variants(dtypes, orders, limits=LIMITS[arch], tf32=True)
+        return [v for v in every if v.entry and v.macros]
 
     variants = gemms(("bfloat16",), ("row", "transposed"))
     variants += [
         v for v in accumulating(arch) if dict(v.macros)["ELEMENT"] == "bf16" and ("ALIGNED", "0") not in v.macros
     ]
     if arch == "80":
-        variants += gemms(("float32",), ("row",))
+        variants += gemms(("float32",), ("row", "transposed"))
     with ThreadPoolExecutor(2) as pool:
         checked = pool.map(lambda v: machine_code_problems(v, arch, tmp_path), dict.fromkeys(variants))
         found = [problem for problems in checked for problem in problems]

@@ -88,4 +88,22 @@ static void multiply(void* const* operands, unsigned lanes) {
 void multiply_bf16(void* const* operands, unsigned lanes) { multiply<cvt_f32_from_bf16>(operands, lanes); }
 void multiply_fp16(void* const* operands, unsigned lanes) { multiply<cvt_f32_from_fp16>(operands, lanes); }
 
+// Lane 4g+t holds rows g, g+8 of A and column g of B at t and t+4 along the other side, and of D what it has of other dtypes.
+// Mantissas are cut to 10 bits, as the hardware does.
+void multiply_tf32(void* const* operands, unsigned lanes) {
+    if (lanes != ~0u) CUEMU_FAIL("mma: all 32 lanes must take part, here 0x%08x", lanes);
+    float a[16][8], b[8][8];
+    const auto cut = [](unsigned bits) { return __uint_as_float(bits & ~0x1fffu); };
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        const MmaOperand& o = *static_cast<MmaOperand*>(operands[lane]);
+        const unsigned g = lane / 4, t = lane % 4;
+        for (unsigned i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = cut(o.a[i]);
+        for (unsigned i = 0; i < 2; ++i) b[t + i * 4][g] = cut(o.b[i]);
+    }
+    for (unsigned lane = 0; lane < 32; ++lane)
+        for (unsigned i = 0; i < 4; ++i)
+            for (unsigned k = 0; k < 8; ++k)
+                static_cast<MmaOperand*>(operands[lane])->d[i] += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+}
+
 }  // namespace cuemu

@@ -26,6 +26,7 @@ void load_matrices_trans(void* const* operands, unsigned lanes);
 
 struct MmaOperand { float* d; const unsigned* a; unsigned b[2]; };
 void multiply_bf16(void* const* operands, unsigned lanes);
+void multiply_tf32(void* const* operands, unsigned lanes);
 void multiply_fp16(void* const* operands, unsigned lanes);
 }  // namespace cuemu
 #pragma GCC visibility pop
@@ -73,6 +74,18 @@ __device__ __forceinline__ void cp_async_commit() { ++cuemu::current->commits; }
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     cuemu::wait_for_copies(N);
+}
+
+__device__ __forceinline__ unsigned load_shared_4(unsigned address) {
+    unsigned v;
+    memcpy(&v, cuemu::shared_at(address, 4, "load_shared_4"), 4);
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(unsigned address) {
+    uint2 v;
+    memcpy(&v, cuemu::shared_at(address, 8, "load_shared_8"), 8);
+    return v;
 }
 
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], unsigned address) {
@@ -152,6 +165,15 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], 
 __device__ __forceinline__ void mma_fp16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     cuemu::MmaOperand mine = {d, a, {b0, b1}};
     cuemu::collective("mma_fp16", ~0u, &mine, cuemu::multiply_fp16);
+}
+
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    cuemu::MmaOperand mine = {d, a, {b0, b1}};
+    cuemu::collective("mma_tf32", ~0u, &mine, cuemu::multiply_tf32);
+}
+
+__device__ __forceinline__ unsigned round_tf32(unsigned bits) {
+    return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & ~0x1fffu;
 }
 
 __device__ __forceinline__ unsigned cvt_bf16x2(float low, float high) {

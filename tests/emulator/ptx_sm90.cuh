@@ -118,11 +118,6 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
     memcpy(&v, cuemu::shared_at(address, 16, "load_shared_16"), 16);
     return v;
 }
-__device__ __forceinline__ uint2 load_shared_8(unsigned address) {
-    uint2 v;
-    memcpy(&v, cuemu::shared_at(address, 8, "load_shared_8"), 8);
-    return v;
-}
 __device__ __forceinline__ void store_shared_4(unsigned address, float v) {
     memcpy(cuemu::shared_at(address, 4, "store_shared_4"), &v, 4);
 }

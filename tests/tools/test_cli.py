@@ -496,6 +496,14 @@ def test_compile_prepares_fp8(compiled):
     assert "quantize.cu" in {variant.source for variant in compiled}
 
 
+def test_compile_prepares_tf32(compiled, capsys):
+    assert run(f"{COMPILE} --dtype float32 --tf32") == 0
+    products = [dict(v.macros) for v in compiled if v.source.endswith("_sm80.cu")]
+    assert products and {(m["MMA"], m["TF32"]) for m in products} == {("mma_tf32", "1")}
+    capsys.readouterr()
+    assert_fails(capsys, [*COMPILE.split(), "--tf32"], "--tf32", "float32", "bfloat16")
+
+
 def test_compile_prepares_biases_and_interleaved_columns(compiled):
     assert run(f"{COMPILE} --activation swiglu_oai --bias float32 --gate-up interleaved") == 0
     sums = {tuple(dict(v.macros)[name] for name in ("BIAS", "OUT")) for v in compiled if v.source == "bias_bwd.cu"}

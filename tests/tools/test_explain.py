@@ -214,6 +214,7 @@ def test_sentences_are_true(rows, widths, E, k, activation, gpu, transposed):
 
 ROW_TILES = {"d": 4096, "h": 4096, "E": 4, "k": 2}
 FP8 = {"precision": "fp8", "L": 512, "d": 64}
+FP32 = {"dtype": "float32", "L": 512, "options": LayerOptions()}
 BOUNDS = [  # entry; a layer; its sentence; a change; its sentence then
     ("up_fwd", {"L": 512, "d": 4096}, "2-CTA clusters with", {"d": 4088}, "sums over 4088, less than 4096"),
     ("up_fwd", {"L": 512, "d": 4096}, "2-CTA clusters with", {"L": 511}, "255 rows on average, fewer than 256"),
@@ -235,6 +236,7 @@ BOUNDS = [  # entry; a layer; its sentence; a change; its sentence then
     ("up_wgrad", {"L": 16384, "E": 1, "k": 1, "d": 512, "h": 1024}, "split-K, 4 CTAs", {"L": 512}, "no split-K"),
     ("up_fwd", {"L": 512}, "Hopper's kernels", {"d": 4100}, "multiples of 8; memory is read an element at a time"),
     ("up_fwd", {"L": 512}, "Hopper's kernels", {"dtype": "float32"}, "not float32; memory is read 16 bytes"),
+    ("up_wgrad", FP32 | {"options": LayerOptions(tf32=True)}, "are rounded to TF32", FP32, "not float32; memory is"),
     ("up_fwd", FP8, "the weight: operands are e4m3", FP8 | {"L": 511}, "255 rows on average, fewer than 256"),
     ("up_bwd", FP8 | {"d": 512}, "column tiles is even (2)", FP8 | {"d": 256}, "column tiles is odd (1)"),
     ("up_bwd", FP8, "two count as one of what", {"precision": None, "L": 512, "d": 64}, "column tiles is odd (1)"),
