@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.cuda.loader import Variant
+from moeblaze_cupy.fp8 import wgrad
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm.variants import EPILOGUES, bias_variant, gemm_variant
 from moeblaze_cupy.lora.launches import pack_variant, product_variant, sums_variant
@@ -42,7 +44,7 @@ def variants(
     multiples of 8 (`aligned` False) whole panels of 256 columns may also take kernels for aligned sizes.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
     layers without, or several of these. weights_on: "output", "input" or both.
-    fp8: also the products of precision="fp8", which bfloat16 layers have on Hopper.
+    fp8: also the products of precision="fp8", which bfloat16 layers have on Hopper, and with "halves" of fp8_wgrad.
     fp8_saved: also those of save="fp8". formats: also those of frozen weights in these formats.
     lora: also those of low-rank factors, of any ranks. tf32: also those of float32 that is rounded to TF32.
     """
@@ -124,12 +126,26 @@ def variants(
                 tf32=in_tf32,
             )
             found[variant] = None
+            if e4m3 and entry == "down_bwd" and gate_up == "halves" and of_lora is None:
+                found[replace(variant, macros=tuple((dict(variant.macros) | {"FP8_WGRAD": "1"}).items()))] = None
         if bias_dtype is not None:
             outs = dict.fromkeys((bias_dtype, "float32", dtype) if accumulates else (bias_dtype,))
             found |= dict.fromkeys(bias_variant(dtype, is_aligned, bias_dtype, out) for out in outs)
     if lora:
         found |= dict.fromkeys(_lora_variants(dtypes, aligned))
+    if fp8 and limits.tier == "sm90" and "bfloat16" in dtypes:
+        found |= dict.fromkeys(_fp8_wgrad_variants(orders, accumulates))
     return list(found)
+
+
+def _fp8_wgrad_variants(orders: Sequence[str], accumulates: bool) -> list[Variant]:
+    """Returns the variants of weight gradients in e4m3, and of what runs before them."""
+    found = [Variant("routed_fp8.cu", "")]
+    for entry, order in itertools.product(("down_wgrad", "up_wgrad"), orders):
+        found += [wgrad.product_variant(entry, order == "transposed", "bfloat16", False)]
+        if accumulates:
+            found += [wgrad.product_variant(entry, order == "transposed", out, True) for out in ("bfloat16", "float32")]
+    return found
 
 
 def _lora_variants(dtypes: Sequence[str], aligned: Sequence[bool]) -> list[Variant]:

@@ -95,7 +95,7 @@ def expert_gradients(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def measured(name: str, shape: tuple[int, ...]) -> list[dict]:
@@ -105,15 +105,15 @@ def measured(name: str, shape: tuple[int, ...]) -> list[dict]:
     grad_out = torch.randn(shape[0], 1, shape[1], **options)
     layers = layers_of(shape)
     steps = {which: step_of(layer, x, grad_out) for which, layer in layers.items()}
-    results, rows = {}, []
+    own, rows = None, []
     for which, step in steps.items():
         found = step() | expert_gradients(layers[which])
-        results[which] = {tensor: value.cpu() for tensor, value in found.items()}
-    for which, step in steps.items():
-        step()
-        peak = measure.peak_mib(lambda step=step: [step()["x"]])
-        errors = {tensor: error(value, results["SequentialMLP"][tensor]) for tensor, value in results[which].items()}
-        rows.append({"shape": name, "sizes": shape, "layer": which, "peak_mib": peak, "errors": errors})
+        own = own or found
+        errors = {tensor: error(value, own[tensor]) for tensor, value in found.items()}
+        rows.append({"shape": name, "sizes": shape, "layer": which, "errors": errors})
+    del own, found
+    for row in rows:
+        row["peak_mib"] = measure.peak_mib(lambda step=steps[row["layer"]]: [step()["x"]])
     times = measure.host_microseconds(steps, CALLS, ROUNDS, waits=True)
     for row in rows:
         quartiles = times[row["layer"]]

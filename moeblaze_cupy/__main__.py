@@ -37,6 +37,7 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gate-up", choices=GATE_UP, default="halves", help="order of w1's columns (%(default)s)")
     parser.add_argument("--precision", choices=("fp8",), help="of the products, if not that of --dtype")
     parser.add_argument("--tf32", action="store_true", help="products of --dtype float32 on operands rounded to TF32")
+    parser.add_argument("--fp8-wgrad", action="store_true", help="weight gradients too, with --precision fp8")
     parser.add_argument(
         "--lora-rank", type=integer(1, MAX_RANK), metavar="R", help="rank of factors beside both weights"
     )

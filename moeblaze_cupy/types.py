@@ -211,6 +211,7 @@ class LayerOptions(NamedTuple):
     max_slots: int | None = None
     precision: str | None = None
     memory_limit: int | None = None  #: bytes of a pass; see `moeblaze_cupy.layer.chunks`
+    fp8_wgrad: bool = False
     tf32: bool = False
 
     @property

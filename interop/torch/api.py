@@ -69,6 +69,7 @@ def moe(
     keep_fp8_weights: bool = True,
     lora: Lora | None = None,
     memory_limit: int | None = None,
+    fp8_wgrad: bool = False,
 ) -> torch.Tensor:
     """The MoE layer without its router: (L, d), differentiable in x, weights, w1, w2, b1, b2 and the factors of lora.
 
@@ -112,8 +113,8 @@ def moe(
     is then refused.
     torch.compile calls a layer with `QuantizedWeight` or lora between its graphs. Tensor subclasses and transforms of
     torch.func are refused beside them.
-    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
-    None, an operator of its own quantises the weights in a compiled graph.
+    precision, fp8_weights, fp8_wgrad: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where
+    `fp8_weights` is None, an operator of its own quantises the weights in a compiled graph.
     keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
     whose memory is freed after forward, as FSDP2 does.
     memory_limit: as of `moeblaze_cupy.moe_forward`. torch.compile calls such a layer between its graphs. Where else
@@ -127,7 +128,7 @@ def moe(
     b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
     layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
     options = LayerOptions(
-        activation, save, gate_up, weights_on, unreduced, identity_experts, None, precision, memory_limit
+        activation, save, gate_up, weights_on, unreduced, identity_experts, None, precision, memory_limit, fp8_wgrad
     )
     return _moe(layer, options, _Call(keep_saved, accumulate_into_main_grad, fp8_weights, keep_fp8_weights, None, lora))
 
@@ -203,6 +204,9 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
     # Owners take gradients of weights after those of x, which chunks do not leave to them.
     shared = up is None and len(tensors) == 6 and not main_grads and options.memory_limit is None
     owners = torch_sums.owners_of(gate, w2) if shared else None
+    if owners is not None and options.fp8_wgrad:
+        expected = "False for weights whose gradients are summed over ranks as they are computed"
+        raise checks.bad_value("moe", "fp8_wgrad", expected, True)
     of_fp8_call = fp8_weights, call.keep_fp8_weights
     told = torch_autograd.EagerCall(call.keep_saved, main_grads, options, *of_fp8_call, owners, call.shape)
     out = torch_autograd.EagerMoE.apply(told, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
@@ -274,7 +278,9 @@ def _by_operators(
         raise checks.bad_value("moe", "memory_limit", expected, options.memory_limit)
     fp8_weights, save = call.fp8_weights, options.save
     of_slots = options.weights_on, options.unreduced, options.identity_experts
-    of_operators = Options.of(options.activation, options.gate_up, *of_slots, options.precision, options.tf32)
+    of_operators = Options.of(
+        options.activation, options.gate_up, *of_slots, options.precision, options.tf32, options.fp8_wgrad
+    )
     in_fp8 = _in_fp8(of_fp8, fp8_weights, options.gate_up)
     out: torch.Tensor
     if not differentiable and not torch_autograd.transformed():
@@ -430,10 +436,10 @@ class MoE(torch.nn.Module):
     keep_saved, save, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
-    precision: as of `moe`. With "fp8" every forward quantises w1 and w2, in CUDA graphs and compiled code too, unless
-    they are held by `quantize_weights`. Of parameters that FSDP2 has gathered no e4m3 weights are kept for backward,
-    which quantises again. Where `CopyEngines.attach` has these parameters travel in e4m3, both use what came, and
-    torch.compile calls the experts between its graphs.
+    precision, fp8_wgrad: as of `moe`. With "fp8" every forward quantises w1 and w2, in CUDA graphs and compiled code
+    too, unless they are held by `quantize_weights`. Of parameters that FSDP2 has gathered no e4m3 weights are kept for
+    backward, which quantises again. Where `CopyEngines.attach` has these parameters travel in e4m3, both use what came,
+    and torch.compile calls the experts between its graphs.
     expert_format: None, or a format of `moeblaze_cupy.quantize_experts`: the experts are frozen, in four or eight bits.
     With precision="fp8" that is "mxfp4".
     In place of w1_storage and w2_storage, which are None, there are parameters w1_data, w1_scales, w2_data and
@@ -490,6 +496,7 @@ class MoE(torch.nn.Module):
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
         memory_limit: int | None = None,
+        fp8_wgrad: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -533,7 +540,9 @@ class MoE(torch.nn.Module):
         checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
         if precision is not None:
             fp8_checks.form("MoE", d_model, d_hidden)
-        self.precision = precision
+        of_products = LayerOptions(precision=precision, memory_limit=memory_limit, fp8_wgrad=fp8_wgrad)
+        fp8_checks.wgrad("MoE", of_products, d_hidden)
+        self.precision, self.fp8_wgrad = precision, fp8_wgrad
         self._fp8 = torch_fp8.HeldFp8Weights()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
         width = d_hidden * (2 if is_gated(activation) else 1)
@@ -677,6 +686,7 @@ class MoE(torch.nn.Module):
         torch_quantised.check_widths("MoE: quantize_experts", format, *w2.shape[1:])
         made = quantised.quantize_experts(w1.transpose(1, 2), w2.transpose(1, 2), format)
         self.expert_format = format
+        self._fp8.release()
         self._hold_packed(*map(torch_quantised.as_bytes, made))
 
     def _hold_packed(self, w1: Mapping[str, torch.Tensor], w2: Mapping[str, torch.Tensor]) -> None:
@@ -805,7 +815,7 @@ class MoE(torch.nn.Module):
                 accumulate = dict(zip(("w1", "w2"), parameters, strict=True))
         layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)
         of_slots = self.weights_on, False, self.identity_experts, None
-        of_products = self.precision, self.memory_limit
+        of_products = self.precision, self.memory_limit, self.fp8_wgrad
         options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, *of_products)
         of_call = self.keep_saved, accumulate, fp8_weights, not self._sharded, shape, self._lora()
         return _moe(layer, options, _Call(*of_call))
@@ -819,6 +829,7 @@ class MoE(torch.nn.Module):
         options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
         unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
         unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0, "precision": None}
+        unusual |= {"fp8_wgrad": False}
         unusual |= {"expert_format": None, "lora_rank": None, "lora_alpha": None, "memory_limit": None}
         named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"

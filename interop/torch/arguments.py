@@ -8,6 +8,7 @@ import torch
 from moeblaze_cupy import checks
 from moeblaze_cupy import types as structures
 from moeblaze_cupy.checks import named_pair
+from moeblaze_cupy.interop.torch import private
 
 HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 DENSE = "a dense tensor, as values() of a nested one is"
@@ -89,7 +90,7 @@ def autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) ->
     return products, list(map(beside, others))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no types
+@private.constant_in_graphs
 def _matmuls_in_tf32() -> bool:
     """Returns whether torch multiplies float32 matrices on CUDA in TF32. Compiled code guards this setting itself."""
     matmul = torch.backends.cuda.matmul

@@ -68,16 +68,24 @@ class HeldFp8Weights:
 
     @graph_break
     def hold(
-        self, module: torch.nn.Module, parameters: Sequence[Tensor], w1: Weight, w2: Tensor, gate_up: str
+        self,
+        module: torch.nn.Module,
+        parameters: Sequence[Tensor],
+        w1: Weight,
+        w2: Tensor,
+        gate_up: str,
+        beside_factors: bool = False,
     ) -> Fp8Weights | None:
         """Writes the weights from w1 and w2, views of the module's parameters, to the memory of the last ones.
 
         Returns None and holds nothing if the module has adapters or parametrisations. Its forwards use other weights
-        then, and the adapters' end may write to the parameters.
+        then, and the adapters' end may write to the parameters. beside_factors: its adapters are factors that forwards
+        take beside the weights, and their end calls `release`.
         """
         self.weights = None
         are_plain = all(isinstance(parameter, torch.nn.Parameter) for parameter in parameters)
-        if not are_plain or any(_ADAPTED in vars(part) for part in module.modules()):
+        adapted = [part for part in module.modules() if _ADAPTED in vars(part)]
+        if not are_plain or adapted != [module] * beside_factors:
             return None
         capturing, parts = _capturing(w2), (*(w1 if isinstance(w1, tuple) else (w1,)), w2)
         form = tuple((part.shape, part.device) for part in parts)

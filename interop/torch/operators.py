@@ -102,6 +102,7 @@ class Options(NamedTuple):
     identity_experts: int = 0
     precision: str | None = None
     tf32: bool = False
+    fp8_wgrad: bool = False
 
     @classmethod
     def of(cls, activation: str | Activation, *others: Any) -> "Options":
@@ -119,7 +120,7 @@ class Options(NamedTuple):
 
     def of_layer(self, save: str | None) -> LayerOptions:
         others = self.gate_up, self.weights_on, self.unreduced, self.identity_experts, None, self.precision
-        return LayerOptions(self.activation, save, *others, tf32=self.tf32)
+        return LayerOptions(self.activation, save, *others, tf32=self.tf32, fp8_wgrad=self.fp8_wgrad)
 
 
 class Kept(NamedTuple):
@@ -190,6 +191,7 @@ def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     checks.layer("moe", arrays, of_layer)
     checks.tf32("moe", options.tf32, d["x"])
     checks.identity_experts("moe", of_layer, d["w2"])
+    fp8_checks.wgrad("moe", of_layer, d["w2"].shape[1])
     if options.precision is not None:  # the implementation asks the GPU as well
         in_fp8 = [d[name] for name in fp8_checks.NAMES if name in d]
         described = d["x"], d["w2"], options.activation, options.gate_up

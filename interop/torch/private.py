@@ -39,6 +39,12 @@ def mark_static_address(tensor: Tensor, guard: bool) -> None:
     torch._dynamo.mark_static_address(tensor, guard=guard)
 
 
+def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Has compilers take what the function returns then, as `assume_constant_result`, which would import dynamo now."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what it sets
+    return function
+
+
 def break_graph(reason: str) -> None:
     """Ends a graph of compiled code. With fullgraph=True this raises torch's error, which has the reason."""
     if GRAPH_BREAKS_HAVE_REASONS:

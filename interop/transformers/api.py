@@ -103,15 +103,15 @@ def _takes_adapters(module: Any) -> bool:
 def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str, ...]:
     """Quantises the experts' weights of a model once, for precision="fp8": all forwards use them until the next call.
 
-    As with `MoE.quantize_weights`, forwards do not see what is written to the parameters meanwhile, and modules with
-    adapters of peft hold nothing.
+    As with `MoE.quantize_weights`, forwards do not see what is written to the parameters meanwhile. Modules with
+    adapters of peft hold what is beside the factors, until these are merged; those that `patch` serves hold nothing.
     hold: False ends it, and every forward quantises again.
     Returns the names of the modules that hold weights: those whose implementation was registered with precision="fp8",
     and those that `patch` serves with it.
     Raises ValueError if the model has none of these, RuntimeError for parameters that are DTensors, NotImplementedError
     for experts that the layer cannot compute, and the errors of `moeblaze_cupy.quantize_weights`.
     """
-    held = {}
+    held, beside_factors = {}, lora.beside_factors(model)
     for name, module in model.named_modules():
         if is_bound(module):
             if module.moeblaze_options.get("precision") is not None:
@@ -123,7 +123,8 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str,
             if quantised.packed(module) is not None:
                 raise checks.bad_value("quantize_weights", name, "experts in floats", "packed ones")
             w1, w2, _ = arguments_of(module)
-            held[name] = set_held(name, module, weights_of(module), w1, w2, formula.gate_up, hold)
+            of_weights = weights_of(module), w1, w2, formula.gate_up, hold
+            held[name] = set_held(name, module, *of_weights, module in beside_factors)
     if not held:
         expected = 'experts with precision="fp8", of register or patch'
         raise checks.bad_value("quantize_weights", "model", expected, f"a {type(model).__name__} without")

@@ -124,18 +124,28 @@ def _is_packed(weight: Tensor) -> bool:
 
 def fp8_options(module: Any, parameters: tuple[Tensor, ...], precision: str | None) -> dict[str, Any]:
     """Returns the option `fp8_weights` of `moe`: what the module holds of these parameters, else none."""
-    held: torch_fp8.HeldFp8Weights | None = None if precision is None else getattr(module, "moeblaze_fp8", None)
+    held: torch_fp8.HeldFp8Weights | None = None if precision is None else getattr(module, lora.HELD, None)
     return {} if held is None else {"fp8_weights": held.of(*parameters)}
 
 
 def set_held(
-    name: str, module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str, hold: bool
+    name: str,
+    module: Any,
+    parameters: tuple[Tensor, ...],
+    w1: Weight,
+    w2: Tensor,
+    gate_up: str,
+    hold: bool,
+    beside_factors: bool = False,
 ) -> bool:
-    """Has a module hold its weights in e4m3, or no longer. w1, w2: views of the parameters. Returns whether it does."""
-    held: torch_fp8.HeldFp8Weights = vars(module).setdefault("moeblaze_fp8", torch_fp8.HeldFp8Weights())
+    """Has a module hold its weights in e4m3, or no longer. w1, w2: views of the parameters. Returns whether it does.
+
+    beside_factors: that of `HeldFp8Weights.hold`.
+    """
+    held: torch_fp8.HeldFp8Weights = vars(module).setdefault(lora.HELD, torch_fp8.HeldFp8Weights())
     if not hold:
         held.release()
         return False
     are_parts = any(hasattr(parameter, "to_local") for parameter in parameters)
     torch_fp8.refuse_parts(f"quantize_weights: {name}", are_parts)
-    return held.hold(module, parameters, w1, w2, gate_up) is not None
+    return held.hold(module, parameters, w1, w2, gate_up, beside_factors) is not None

@@ -31,6 +31,7 @@ class Adapters(NamedTuple):
 
 NONE = Adapters()
 TAKES = "moeblaze_takes_adapters"  # attribute of experts over ranks: whether their forward takes adapters
+HELD = "moeblaze_fp8"  # attribute of experts: the `HeldFp8Weights` of their weights
 _LEFT = "moeblaze_adapters"  # attribute of experts: the wrappers of a call by its thread, until they are taken
 _W1, _W2 = ("gate_up_proj", "up_proj"), ("down_proj",)
 
@@ -96,6 +97,7 @@ def _forward_of(own: Callable[..., Any], takes: Callable[[Any], bool]) -> Callab
 def _refusing(own: Callable[..., Any], name: str, wrappers: Callable[[Any], Iterable[Any]]) -> Callable[..., Any]:
     """Returns a method of peft that refuses before it adds BA to weights which are packed, or a part of all experts.
 
+    Of others it releases what they hold in e4m3.
     name: "merge" or "unmerge". wrappers: those that the method would merge or unmerge, of self.
     """
 
@@ -108,6 +110,8 @@ def _refusing(own: Callable[..., Any], name: str, wrappers: Callable[[Any], Iter
                 got = f"{'packed' if is_packed else 'spread'} {type(experts).__name__}"
                 instead = "load the model in bf16 and the adapters from their file"
                 raise RuntimeError(f"moeblaze: {name}: expected experts in floats on one rank, got {got}: {instead}")
+            if HELD in vars(experts):
+                vars(experts)[HELD].release()
         return own(self, *arguments, **named)
 
     setattr(method, _LEFT, True)
@@ -125,6 +129,17 @@ def refuse_merged(function: str, model: torch.nn.Module, modules: Iterable[Any])
         if kind is not None and isinstance(part, kind) and part.merged and part.get_base_layer() in found:
             expected = "experts without merged adapters; unmerge_adapter() before, or merge_and_unload(), gives them"
             raise checks.bad_value(function, "model", expected, f"merged {part.merged_adapters} at {name}")
+
+
+def beside_factors(model: torch.nn.Module) -> set[Any]:
+    """Returns the experts of a model whose adapters are all beside their weights, as factors that the layer takes."""
+    found: dict[Any, bool] = {}
+    for wrapper in _wrappers_in(model) if private.param_wrapper() else ():
+        inner = wrapper.base_layer
+        experts = wrapper.get_base_layer()
+        are_factors = serves(wrapper) and not wrapper.merged and (inner is experts or serves(inner))
+        found[experts] = found.get(experts, True) and are_factors
+    return {experts for experts, are_factors in found.items() if are_factors}
 
 
 def _is_on(wrapper: Any) -> bool:

@@ -247,6 +247,14 @@ __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uin
         : FRAGMENTS_16
         : "l"(a), "l"(b), "r"(accumulate));
 }
+// The same with a fragment of mma.m16n8k32 of the warp's 16 rows of A. It must stay as it is until the product is done.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], const unsigned (&a)[4], uint64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1;\n}\n"
+        : FRAGMENTS_32
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
 #undef REGISTERS_128
 #undef REGISTERS_96
 #undef REGISTERS_64

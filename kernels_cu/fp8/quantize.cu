@@ -10,6 +10,7 @@
 // weights_amax, then quantize_weights: a scale for each expert and half of its weight, and e4m3 in both orientations. Blocks have
 // THREADS threads, one block for each tile of TILE x TILE elements. Grid: (tiles of a half, E * halves). weights_amax finds the
 // largest magnitudes with integer atomics, whose result has the same bits in any order. Their memory holds zeros at launch.
+#include "byte_tile.cuh"
 #include "fp8.cuh"
 
 static_assert(TILE == 128 && THREADS == 256, "16 threads span a row of a tile, 16 blocks of 8 rows its rows");
@@ -31,8 +32,11 @@ struct QuantizeRowsParams {
     unsigned char* out;  // (L, d) e4m3, out
     float* scales;       // (L,) fp32, out
     int64 L;
+    int64 out_ld;  // bytes from row to row of out
     int d;
-    int threads_per_row;  // a power of two, of at least 32
+    int gap;               // bytes in out between each 128 columns and the next
+    int threads_per_row;   // a power of two, of at least 32
+    float scale_of_zeros;  // the scale of a row of zeros
 };
 
 template <bool ALIGNED, class T>
@@ -72,7 +76,8 @@ __device__ void quantize_rows(const QuantizeRowsParams<T>& p) {
     auto put = [&](const Row8<T>& vector, int64 column) {
         float v[8];
         vector.unpack(v);
-        store_e4m3<ALIGNED>(p.out + row * p.d + column, pack_e4m3(v, scaling.factor, scaling.factor), d - column);
+        const int64 place = row * p.out_ld + column + column / 128 * p.gap;
+        store_e4m3<ALIGNED>(p.out + place, pack_e4m3(v, scaling.factor, scaling.factor), d - column);
     };
 #pragma unroll
     for (int i = 0; i < ROW_VECTORS; ++i) put(held[i], (i * threads + lane) * 8);
@@ -81,7 +86,7 @@ __device__ void quantize_rows(const QuantizeRowsParams<T>& p) {
         vector.template load<ALIGNED>(from + column, d - column);
         put(vector, column);
     }
-    if (lane == 0 && row < p.L) p.scales[row] = scaling.scale;
+    if (lane == 0 && row < p.L) p.scales[row] = row_amax >= MIN_NORMAL ? scaling.scale : p.scale_of_zeros;
 }
 
 template <class T>
@@ -183,20 +188,9 @@ __device__ void weights_amax(const QuantizeWeightsParams<T>& p) {
     atomicMax(p.amax + tile.expert * p.amax_ld + tile.half, __float_as_uint(amax_of_warp[threadIdx.x]));
 }
 
-// Transposes four words of four bytes: word i becomes byte i of each word.
-__device__ __forceinline__ void transpose_bytes(unsigned (&v)[4]) {
-    const unsigned a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[0], v[1], 0x7362);
-    const unsigned c = __byte_perm(v[2], v[3], 0x5140), d = __byte_perm(v[2], v[3], 0x7362);
-    v[0] = __byte_perm(a, c, 0x5410), v[1] = __byte_perm(a, c, 0x7632);
-    v[2] = __byte_perm(b, d, 0x5410), v[3] = __byte_perm(b, d, 0x7632);
-}
-
 template <bool ALIGNED, class T>
 __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
-    // The transposed tile, four bytes in a word. The swizzle of a column's words keeps both the stores and the loads free of bank
-    // conflicts.
     __shared__ __align__(16) unsigned words[TILE * TILE / 4];
-    auto word = [](int column, int w) { return column * (TILE / 4) + (w ^ (column / 8 * 2)); };
     const WeightTile tile(p);
     Row8<T> held[BLOCKS][BLOCK_LINES];
     let_next_launch_start();
@@ -222,8 +216,8 @@ __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
         transpose_bytes(high);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            words[word(tile.column() + c, tile.line(i) / 4)] = low[c];
-            words[word(tile.column() + 4 + c, tile.line(i) / 4)] = high[c];
+            words[byte_tile_word(tile.column() + c, tile.line(i) / 4)] = low[c];
+            words[byte_tile_word(tile.column() + 4 + c, tile.line(i) / 4)] = high[c];
         }
     }
     __syncthreads();
@@ -231,7 +225,7 @@ __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
 #pragma unroll
     for (int i = 0; i < TILE * TILE / 8 / THREADS; ++i) {
         const int column = (i * THREADS + threadIdx.x) / 16, line = threadIdx.x % 16 * 8;
-        const uint2 v = *reinterpret_cast<const uint2*>(words + word(column, line / 4));
+        const uint2 v = *reinterpret_cast<const uint2*>(words + byte_tile_word(column, line / 4));
         store_e4m3<ALIGNED>(transposed + int64(tile.inner + column) * p.transposed_ld + line, v,
                             tile.inner + column < p.inner ? p.outer - tile.outer - line : 0);
     }

@@ -36,8 +36,14 @@ struct ActivateBwdRows : EpilogueBase {
     float weights;          // the router weight of the warp's row lane % 16
     static constexpr bool SCALES_ROWS = true;
     float scales;  // FP8: the scale of the warp's row lane % 16; grad_y_swi is the accumulator times it
-    __device__ __forceinline__ void take_scales(const float* rows, float of_weight) {
+    // FP8_WGRAD: largest magnitudes over the warp's rows of a tile, of what is multiplied with x and with grad_out for the weight
+    // gradients, times the scales of these. See note_amax.
+    int expert;
+    float weight_scale, x_scales;  // of the expert's w2; of x for the warp's row lane % 16
+    float grad_amax, result_amax;
+    __device__ __forceinline__ void take_scales(const float* rows, float of_weight, int of_expert) {
         scales = rows[threadIdx.x & 15] * of_weight;
+        if constexpr (FP8_WGRAD) expert = of_expert, weight_scale = of_weight;
     }
     // FP8: the gradients of a and b of row done - 1. The next call of next() stores them as e4m3, which overlaps with its
     // activations. With INTERLEAVED they are pairs of the tile's first half, and of its second.
@@ -55,14 +61,35 @@ struct ActivateBwdRows : EpilogueBase {
         const int groups = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, group = column / GROUP_COLUMNS;
         quantised_scale = params.quantised_scales + (group + Shared::vector() * groups) * params.scales_ld + row0;
         group_inside = group * GROUP_COLUMNS < params.columns;
+#if FP8_WGRAD
+        x_scales = params.x_scales[params.expert_token_indices[row0 + min(static_cast<int>(threadIdx.x & 15), rows - 1)]];
+        grad_amax = result_amax = 0.f;
+#endif
     }
-    __device__ __forceinline__ void store_held() const {
+    __device__ __forceinline__ void store_held() {
         const bool stores = params.quantised && done > 0;
         operand* const to = INTERLEAVED ? pairs_at(params.quantised, done - 1) : at<1 + GATED>(params.quantised, done - 1);
-        const float scale = store_quantised(to, INTERLEAVED ? 2 * HALF_COLUMNS : params.columns, held,
-                                            [&](int i) { return stores && (INTERLEAVED && i ? inside_second() : inside()); });
+        float amax;  // of the vector whose scale this lane computes
+        const auto inside_of = [&](int i) { return stores && (INTERLEAVED && i ? inside_second() : inside()); };
+        const float scale = store_quantised(to, INTERLEAVED ? 2 * HALF_COLUMNS : params.columns, held, inside_of, amax);
         if (Shared::stores() && group_inside && stores) quantised_scale[done - 1] = scale;
+        if constexpr (FP8_WGRAD) {
+            const float of_row = __shfl_sync(0xffffffffu, x_scales, (done - 1) & 15);
+            if (done > 0) grad_amax = fmaxf(grad_amax, amax * of_row);
+        }
     }
+#if FP8_WGRAD
+    // Integer maxima have the same bits in any order. Magnitudes of weighted_y_swi had grad_out's scale with that of w2.
+    __device__ __forceinline__ void note_amax() const {
+        const int groups = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, group = column / GROUP_COLUMNS;
+        const float of_result[1] = {result_amax}, largest_result = largest<GROUP_LANES>(of_result) / weight_scale;
+        if (rows <= 0 || !group_inside) return;
+        const int of_grad = (expert * (1 + GATED) + Shared::vector()) * groups + group;
+        if (Shared::stores()) atomicMax(params.first_layer_grad_amax + of_grad, __float_as_uint(grad_amax));
+        if (threadIdx.x % GROUP_LANES == 0)
+            atomicMax(params.result_amax + expert * groups + group, __float_as_uint(largest_result));
+    }
+#endif
     Row8<element> a_row;  // a of row `done`, or with INTERLEAVED its first pairs; with FP8_SAVED all e4m3 of the lane
 
     __device__ __forceinline__ explicit ActivateBwdRows(const Params& params)
@@ -206,6 +233,10 @@ struct ActivateBwdRows : EpilogueBase {
             if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
             if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
+        if constexpr (FP8_WGRAD) {
+            const unsigned pairs = amax_of_pairs(Row8<element>(weighted_y_swi)) & 0x7fff7fff;
+            result_amax = fmaxf(result_amax, __uint_as_float(max(pairs & 0xffff, pairs >> 16) << 16) * scale);
+        }
         if constexpr (FP8) {
 #pragma unroll
             for (int c = 0; c < 8; ++c) held[0][c] = a[c], held[GATED][c] = GATED ? b[c] : a[c];
@@ -218,8 +249,11 @@ struct ActivateBwdRows : EpilogueBase {
     }
 
     // Stores the partial sums. A row has 32 parts, of which two lanes add 16 each.
-    __device__ __forceinline__ void end() const {
+    __device__ __forceinline__ void end() {
         if constexpr (FP8) store_held();
+#if FP8_WGRAD
+        note_amax();
+#endif
         const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;
         cp_async_wait<0>();  // fetch() ran past the last row: its copies must end before begin() fills these slots again
         __syncwarp();

@@ -9,8 +9,7 @@
 //     bytes, and line slab * BK + k of 128 bytes holds row k of that slab.
 // Swizzle: 16-byte chunk c of line l is stored at chunk c ^ (l & 7); with 64-byte rows chunk c of row r at c ^ (r / 2 & 3); in
 // MN-contiguous lines of TF32 at c ^ (l & 3) * 2. It keeps the writes of cp.async and the reads of fragments free of bank
-// conflicts. After the main loop the epilogue uses the same
-// memory to stage rows.
+// conflicts. After the main loop the epilogue uses the same memory to stage rows.
 //
 // Fragments of the first k16 step of a stage are loaded during the products of the last k16 step of the stage before, behind
 // the barrier. So no product waits for a barrier and then for shared memory.

@@ -60,7 +60,7 @@ struct EpilogueBase {
     int rows = 0, done = 0;  // numbers of this warp's rows that the tile has, and that are done
     __device__ __forceinline__ void end() {}
     static constexpr bool SCALES_ROWS = false;  // FP8: the epilogue multiplies rows by their scales; else scale_rows does
-    __device__ __forceinline__ void take_scales(const float*, float) {}
+    __device__ __forceinline__ void take_scales(const float*, float, int) {}
     // Work of the epilogue for a producer warp that loads nothing.
     template <class Params>
     static __device__ __forceinline__ void idle_producer_warp(const Params&) {}

@@ -57,6 +57,12 @@ struct GroupedGemmParams {
     float* quantised_scales;  // (groups, scales_ld) fp32, out: one per row and GROUP_COLUMNS columns of each half of quantised,
                               // or with INTERLEAVED of all its columns
 #endif
+#if FP8_WGRAD
+    const float* x_scales;            // (L,) fp32, in: of each token's x in e4m3
+    unsigned* first_layer_grad_amax;  // (E, halves, groups) bits of fp32, in and out, zeros at launch: largest magnitudes of
+                                      // first_layer_grad times x_scales, of an expert's rows and GROUP_COLUMNS columns
+    unsigned* result_amax;            // (E, groups), the same of result times a_scales
+#endif
 #if BIASED
     const BIAS *bias0, *bias1;  // (E, columns of B) BIAS, in. SPLIT: gate's and up's, (E, N) each; else bias0 alone
 #endif

@@ -389,7 +389,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
         const WorkTile tile = read_by_lane_0(queue[number % QUEUE]);
         if (tile.rows <= 0) continue;
 #if FP8 && GATHER
-        epilogue.take_scales(row_scales, expert_scales.first);
+        epilogue.take_scales(row_scales, expert_scales.first, tile.expert);
 #endif
         epilogue.begin(tile.row + warp_row, min(WARP_ROWS, tile.rows - warp_row), tile.column_tile * TILE_COLUMNS);
     }

@@ -50,17 +50,23 @@ struct SharedScaling {
 
 // Stores N vectors of 8 columns per lane as e4m3, each with the scale of its group. All lanes of the warp call it; those past
 // the last column have zeros. Vector i goes to `to + i * step` if stores(i). Returns the scale of vector
-// SharedScaling<N>::vector().
+// SharedScaling<N>::vector(), and with `found` the largest magnitude that it is made of.
 template <int N, class Stores>
-__device__ __forceinline__ float store_quantised(e4m3* to, int64 step, const float (&v)[N][8], Stores stores) {
+__device__ __forceinline__ float store_quantised(e4m3* to, int64 step, const float (&v)[N][8], Stores stores, float& found) {
     float amax[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) amax[i] = amax_of(v[i]);
-    const Scaling mine = scaling_of(largest<GROUP_LANES>(amax));
+    found = largest<GROUP_LANES>(amax);
+    const Scaling mine = scaling_of(found);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const float factor = SharedScaling<N>::factor(mine, i);
         store_global_8_if(stores(i), to + i * step, pack_e4m3(v[i], factor, factor));
     }
     return mine.scale;
+}
+template <int N, class Stores>
+__device__ __forceinline__ float store_quantised(e4m3* to, int64 step, const float (&v)[N][8], Stores stores) {
+    float found;
+    return store_quantised(to, step, v, stores, found);
 }

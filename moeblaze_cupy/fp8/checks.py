@@ -7,10 +7,11 @@ from moeblaze_cupy import checks
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.frameworks import Array
-from moeblaze_cupy.types import Activation, Fp8Weights, is_gated
+from moeblaze_cupy.types import Activation, Fp8Weights, LayerOptions, is_gated
 
 PRECISIONS = (None, "fp8")
 MULTIPLE = 16  # divides d and h: rows of e4m3 then begin at multiples of 16 bytes, which TMA requires
+WGRAD_MULTIPLE = 64  # divides h with fp8_wgrad: 64 columns of bf16 then have room for a line of 128 rows of e4m3
 FIELDS = ("w1", "w1_transposed", "w1_scales", "w2", "w2_transposed", "w2_scales")  # Fp8Weights' fields for products
 NAMES = tuple(f"fp8_weights.{field}" for field in FIELDS)
 
@@ -39,6 +40,26 @@ def row_precision(function: str, row_precision: Any, precision: Any) -> None:
     checks.one_of(function, "row_precision", row_precision, PRECISIONS)
     if row_precision is not None and precision is None:
         raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
+
+
+def wgrad(function: str, options: LayerOptions, h: int, x_in_e4m3: bool = False) -> None:
+    """Checks fp8_wgrad beside the other options."""
+    if not isinstance(options.fp8_wgrad, bool):
+        raise checks.bad_type(function, "fp8_wgrad", "True or False", repr(options.fp8_wgrad))
+    if not options.fp8_wgrad:
+        return
+    others = {
+        "precision='fp8'": options.precision != "fp8",
+        "gate_up='halves'": options.gate_up == "interleaved",
+        "a reduced output": options.unreduced,
+        "memory_limit=None": options.memory_limit is not None,
+        "x in bf16": x_in_e4m3,
+    }
+    for expected, is_missing in others.items():
+        if is_missing:
+            raise checks.bad_value(function, "fp8_wgrad", f"False without {expected}", True)
+    if h % WGRAD_MULTIPLE:
+        raise checks.bad_value(function, "fp8_wgrad", f"False unless h is a multiple of {WGRAD_MULTIPLE}", f"h = {h}")
 
 
 def form(function: str, d: int, h: int) -> None:

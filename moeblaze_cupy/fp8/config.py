@@ -1,6 +1,7 @@
 """Launch geometry of quantization; see `launch_config`."""
 
 from moeblaze_cupy.cuda.launch_config import GROUP_COLUMNS
+from moeblaze_cupy.gemm import config as gemm_config
 
 SAVED_WARPS = 8  # warps per block of saved_fp8.cu
 SAVED_BLOCKS = 16  # blocks per multiprocessor
@@ -10,6 +11,10 @@ QUANTIZE_TILE = 128  # rows and columns of a weight per block
 
 CONSTANTS = {
     "quantize.cu": {"THREADS": QUANTIZE_THREADS, "ROW_VECTORS": QUANTIZE_VECTORS, "TILE": QUANTIZE_TILE},
+    "routed_fp8.cu": {"THREADS": QUANTIZE_THREADS, "TILE": QUANTIZE_TILE},
+    # A stage of as many bytes is twice as deep as in 16 bits. A consumer also holds fragments of the gathered operand.
+    "grouped_wgrad_fp8_sm90.cu": gemm_config.CONSTANTS["grouped_wgrad_sm90.cu"]
+    | {"BK": gemm_config.STEP_BYTES, "PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232},
     "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
 }
 

@@ -111,14 +111,26 @@ class Pass:
         return Operand(E4M3, self.routed[1])
 
 
-def configure(rows: Layout, E: int, R: int, h: int, halves: int, routed_halves: int, interleaved: bool) -> Pass:
-    """Returns the pass. rows: x, or grad_out as a matrix. routed_halves: halves of the array that products quantise."""
+def configure(
+    rows: Layout,
+    E: int,
+    R: int,
+    h: int,
+    halves: int,
+    routed_halves: int,
+    interleaved: bool,
+    scale_of_zeros: float = 1.0,
+) -> Pass:
+    """Returns the pass. rows: x, or grad_out as a matrix. routed_halves: halves of the array that products quantise.
+
+    scale_of_zeros: see `quantize.rows`.
+    """
     number, d = math.prod(rows.shape[:-1]), rows.shape[-1]
     in_rows = rows._replace(shape=(number, d), strides=(d, 1))
     parts, columns = (1, routed_halves * h) if interleaved else (routed_halves, h)
     groups = launch_config.ceil_div(columns, launch_config.GROUP_COLUMNS)
     of_rows = (R, routed_halves * h), (parts * groups, R)
-    quantize_rows = None if rows.dtype == E4M3 else quantize.rows(in_rows)
+    quantize_rows = None if rows.dtype == E4M3 else quantize.rows(in_rows, scale_of_zeros)
     return Pass(weights(E, d, h, halves, interleaved), quantize_rows, (number, d), *of_rows)
 
 

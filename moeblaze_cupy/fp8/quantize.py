@@ -1,6 +1,6 @@
 """Rows and weights in e4m3 with float32 scales: kernels_cu/fp8/quantize.cu."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moeblaze_cupy.cuda import clear, launch_config, loader
@@ -12,6 +12,7 @@ from moeblaze_cupy.gemm.products import Weight, is_aligned
 
 E4M3 = ("w1", "w1_transposed", "w2", "w2_transposed")  # fields of Fp8Weights
 FIELDS = (*fp8_checks.FIELDS, "amax")
+NO_SCALARS: Mapping[str, float] = {}
 HALVES_ADDRESSES = ("first", "second", "amax", "same", "transposed", "scales")
 
 
@@ -22,10 +23,17 @@ def shapes_of(E: int, d: int, h: int, halves: int) -> dict[str, tuple[int, ...]]
     return dict(zip(FIELDS, (*up, (E, h, d), (E, d, h), (E, 1), (E, halves + 1)), strict=True))
 
 
-def rows(layout: Layout) -> Launch | None:
-    """Returns the launch for contiguous rows (L, d), None for none. Addresses: rows, out (L, d) e4m3, scales (L,)."""
+def rows(layout: Layout, scale_of_zeros: float = 1.0, gap: int = 0) -> Launch | None:
+    """Returns the launch for contiguous rows (L, d), None for none. Addresses: rows, out (L, d) e4m3, scales (L,).
+
+    scale_of_zeros: that of a row of zeros. Numbers that are multiplied by scales need 0, for a 1 would make them large.
+    gap: bytes in out between each GROUP_COLUMNS columns and the next, also from row to row; d is a multiple of them.
+    """
     suffix = "" if is_aligned((layout.misalignment,), layout.shape[1:]) else "_unaligned"
-    return _of_rows(layout, f"quantize_rows_{layout.dtype}{suffix}", ("rows", "out", "scales"))
+    d = layout.shape[1]
+    out = {"out_ld": d + d // launch_config.GROUP_COLUMNS * gap, "gap": gap}
+    addresses, scalars = ("rows", "out", "scales"), {"scale_of_zeros": scale_of_zeros, **out}
+    return _of_rows(layout, f"quantize_rows_{layout.dtype}{suffix}", addresses, scalars)
 
 
 def dequantize_rows(layout: Layout) -> Launch | None:
@@ -36,7 +44,9 @@ def dequantize_rows(layout: Layout) -> Launch | None:
     return _of_rows(layout, "dequantize_rows_bfloat16", ("rows", "scales", "out"))
 
 
-def _of_rows(layout: Layout, entry: str, addresses: tuple[str, ...]) -> Launch | None:
+def _of_rows(
+    layout: Layout, entry: str, addresses: tuple[str, ...], scalars: Mapping[str, float] = NO_SCALARS
+) -> Launch | None:
     L, d = layout.shape
     if not L:
         return None
@@ -47,7 +57,7 @@ def _of_rows(layout: Layout, entry: str, addresses: tuple[str, ...]) -> Launch |
         (launch_config.ceil_div(L, threads // threads_per_row),),
         threads,
         addresses,
-        {"L": L, "d": d, "threads_per_row": threads_per_row},
+        {"L": L, "d": d, "threads_per_row": threads_per_row, **scalars},
         why=(f"{threads_per_row} threads for each row of {d} elements",),
     )
 

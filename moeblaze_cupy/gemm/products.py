@@ -190,7 +190,7 @@ class GemmExtras(NamedTuple):
     operand. b_scales: (E, halves) float32. quantised: e4m3 of up_fwd's (R, h) y_swi or down_bwd's (R, halves * h)
     first_layer_grad. quantised_scales: (groups, R) float32, of each row and 128 columns of each half. peers, needed:
     those of `push.Addresses`. lora_rows: (R, ranks), which the factor multiplies. lora0, lora1: where its gate and up
-    begin.
+    begin. x_scales and the largest magnitudes of down_bwd's results: those of `fp8.wgrad`.
     """
 
     a_scales: int = 0
@@ -202,6 +202,9 @@ class GemmExtras(NamedTuple):
     lora_rows: int = 0
     lora0: int = 0
     lora1: int = 0
+    x_scales: int = 0
+    first_layer_grad_amax: int = 0
+    result_amax: int = 0
 
 
 PLAIN = GemmExtras()
@@ -307,12 +310,14 @@ def configure(
     further_parts: int | None = None,
     weights_on_input: bool = False,
     fp8_saved: bool = False,
+    fp8_wgrad: bool = False,
 ) -> Gemm:
     """Configures the launch of one step.
 
     stored_y_swi: down_bwd reads it. further_parts: parts of the partial sums that others write; None for no partial
     sums. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. fp8_saved: Hopper's kernel
-    keeps or reads the first layer in e4m3; the portable one leaves that to `fp8.saved`.
+    keeps or reads the first layer in e4m3; the portable one leaves that to `fp8.saved`. fp8_wgrad: down_bwd finds the
+    largest magnitudes for `fp8.wgrad`.
     """
     entry, index, a, weight, N, K, activation, interleaved, bias, lora = product
     to_tokens, place = rows.to_tokens, rows.place
@@ -369,7 +374,7 @@ def configure(
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options |= {"fp8": a.is_fp8, "tf32": a.tf32}
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
-    options |= {"fp8_saved": fp8_saved, "square": square, "pushes": place is not None}
+    options |= {"fp8_saved": fp8_saved, "fp8_wgrad": fp8_wgrad, "square": square, "pushes": place is not None}
     options |= {"lora": placed is not None, "lora_in_spare": placed is not None and placed.in_spare}
     if place is not None:
         sizes |= place._asdict()

@@ -50,6 +50,7 @@ def gemm_variant(
     weights_on_input: bool = False,
     fp8: bool = False,
     fp8_saved: bool = False,
+    fp8_wgrad: bool = False,
     square: bool = False,
     pushes: bool = False,
     summed: str | None = None,
@@ -68,6 +69,7 @@ def gemm_variant(
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
     fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
     fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
+    fp8_wgrad: down_bwd of e4m3 finds the largest magnitudes that weight gradients in e4m3 need.
     square: Hopper's tiles are square. It has no effect on weight gradients that are accumulated or take split-K, on
     down_bwd, on up_fwd but for interleaved columns, with fp8, fp8_saved or clusters, and where rows go to tokens.
     pushes: rows that go to tokens go to the memory of the GPUs that have these.
@@ -127,6 +129,7 @@ def gemm_variant(
             "PUSHES": int(pushes and to_tokens),
             "FP8_SAVED": int(fp8_saved and epilogue != "STORE"),
             "FP8": int(fp8),
+            "FP8_WGRAD": int(fp8_wgrad and epilogue == "ACTIVATE_BWD"),
             "LORA_IN_SPARE": int(lora and lora_in_spare),
             "LORA_STAGES": int(lora and not lora_in_spare),
             "EXPERT_SCALES": 2 if fp8 and gated and entry.startswith("up") else 1,

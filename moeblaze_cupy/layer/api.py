@@ -158,6 +158,7 @@ def moe_forward(
     lora: Lora | None = None,
     memory_limit: int | None = None,
     tf32: bool = False,
+    fp8_wgrad: bool = False,
 ) -> tuple[Any, Any]:
     """Computes out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -200,6 +201,9 @@ def moe_forward(
     of tokens that keep within it. Gradients of weights, biases and lora are then sums over the chunks in float32,
     rounded once. ValueError names the least limit that is possible. Not with token_offsets or max_slots.
     tf32: True rounds the operands of the products of a float32 layer, forward and backward, to TF32, for tensor cores.
+    fp8_wgrad: True has the gradients of w1 and w2 multiply e4m3 too, with precision="fp8". Their other operands, the
+    gradients of a, b and the weighted V(a) * M(b), have a scale for each expert and 128 columns. For h that is a
+    multiple of 64; not with unreduced, memory_limit or `moe_backward_data`.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -213,7 +217,7 @@ def moe_forward(
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     layer = layer_arrays((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
     of_slots = weights_on, unreduced, identity_experts, max_slots
-    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit, tf32)
+    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit, fp8_wgrad, tf32)
     if fp8_weights is None and lora is None:
         return forward(layer, options)
     return forward(layer, options, LayerExtras(fp8_weights=fp8_weights, lora=lora))
@@ -391,6 +395,7 @@ def _checked_forward(
         if extras.lora is not None and options.save is not None:
             lora_checks.summed(function, [call.described.get(name) for name in lora_checks.NAMES])
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
+    fp8_checks.wgrad(function, options, d.w2.shape[1], extras.x_scales is not None)
     if options.precision is not None:
         limits = None if call.on_cpu else call.limits
         order = None if extras.fp8_weights is None else extras.fp8_weights.gate_up

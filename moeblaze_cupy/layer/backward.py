@@ -15,6 +15,7 @@ from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
 from moeblaze_cupy.dispatch.launches import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
 from moeblaze_cupy.fp8 import operands as fp8
 from moeblaze_cupy.fp8 import saved as saved_fp8
+from moeblaze_cupy.fp8 import wgrad as fp8_wgrad
 from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.gemm import biases, panels, square_tiles
 from moeblaze_cupy.gemm import products as grouped_gemm
@@ -74,6 +75,7 @@ class Backward:
     weights_on_output: bool  # there are any, and they scale the rows of grad_out
     in_e4m3: fp8.Pass | None  # set where up_fwd, down_bwd and up_bwd are in e4m3
     x_in_e4m3: fp8.Pass | None  # set where up_fwd runs again in e4m3, of x
+    wgrad_in_e4m3: fp8_wgrad.Pass | None  # set where down_wgrad and up_wgrad are in e4m3
     further_parts: int = 0  # parts of the partial sums that down_bias_bwd writes
     up_fwd: Gemm | None = None
     dequantize_saved: Launch | None = None  # runs where down_bwd cannot read e4m3
@@ -83,9 +85,9 @@ class Backward:
     weights_bwd: Launch | None = None
     identity_weights: Launch | None = None
     down_bias_bwd: BiasBwd | None = None
-    down_wgrad: Wgrad | None = None
+    down_wgrad: Wgrad | fp8_wgrad.Wgrad | None = None
     up_bwd: Panels | None = None
-    up_wgrad: Wgrad | None = None
+    up_wgrad: Wgrad | fp8_wgrad.Wgrad | None = None
     up_bias_bwd: BiasBwd | None = None
     square_tiles: Launch | None = None  # runs where a product has square tiles
     lora1: lora.Backward | None = None  # set where w1 has low-rank factors
@@ -137,19 +139,18 @@ def configure_backward(
     are no biases then, and x and grad_out may be in e4m3 (uint8). place: where the gradient of x goes, which is then of
     the tokens of several GPUs. factors: low-rank, beside the weights.
     """
-    layer, first_layer, y_swi = arrays.layer, arrays.first_layer, arrays.y_swi
+    layer, first_layer, y_swi, R = arrays.layer, arrays.first_layer, arrays.y_swi, index.num_rows
     (L, d), h, dtype, weights = layer.x.shape, layer.w2.shape[1], layer.w2.dtype, layer.router_weights
-    R, buffers = index.num_rows, dict(accumulate)
     if weights is None:
         how = how._replace(needs=tuple(name for name in how.needs if name != "weights"))
-    needs, w1, b1 = how.needs, layer.w1_parts, layer.b1_parts
+    needs, w1, b1, buffers = how.needs, layer.w1_parts, layer.b1_parts, dict(accumulate)
     half, bias_half = (half_columns(parts, h, options) for parts in (w1, b1))
     up, down = Weight.of(w1, half), Weight.of((layer.w2,))
     up_bias, down_bias = Bias.of(b1, bias_half) if b1 else None, Bias.of(layer.b2_parts) if layer.b2 else None
     saved_in_fp8 = first_layer is not None and first_layer.dtype == "uint8"
     rows_of = functools.partial(Operand, dtype, tf32=options.tf32)
     x_rows, grad_rows = rows_of(d, layer.x.misalignment), rows_of(d, arrays.grad_out.misalignment)
-    in_e4m3, x_in_e4m3 = _in_e4m3(arrays, options, R)
+    in_e4m3, x_in_e4m3, wgrad_in_e4m3 = _in_e4m3(arrays, options, needs, R)
     grad_read, down_read = (in_e4m3.rows_operand, in_e4m3.weights.down_bwd) if in_e4m3 else (grad_rows, down)
     _, beside_down = lora.factors_beside(factors, options, False)
     form = h, d, options.activation, options.interleaved
@@ -157,7 +158,7 @@ def configure_backward(
     portable = grouped_gemm.config_of(down_product, limits)[0].tier == "sm80"
     is_recomputed = first_layer is None or (saved_in_fp8 and portable)
     in_place = is_recomputed or not (how.keep_saved or saved_in_fp8)
-    reads_y_swi = options.on_input and how.weighted_y_swi and y_swi is not None  # no weight is to be put on it
+    reads_y_swi = options.on_input and how.weighted_y_swi and y_swi is not None and not wgrad_in_e4m3
     takes_y_swi = how.weighted_y_swi and y_swi is not None and (in_place or reads_y_swi)
     overwritable = None if saved_in_fp8 else first_layer
     operands = _Operands(
@@ -176,6 +177,7 @@ def configure_backward(
     )
     b1_gradient = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half) if up_bias else None
     fields: dict[str, Any] = {
+        "wgrad_in_e4m3": wgrad_in_e4m3,
         "reads_y_swi": reads_y_swi,
         "stored_y_swi": y_swi is not None and not options.on_input and in_e4m3 is None,
         "weights_on_output": weights is not None and not options.on_input,
@@ -229,16 +231,22 @@ def default_options(layer: LayerArrays, factors: Lora | None = None, frozen: tup
     return BackwardOptions(tuple(name for name in needs if name not in frozen))
 
 
-def _in_e4m3(arrays: BackwardArrays, options: LayerOptions, rows: int) -> tuple[fp8.Pass | None, fp8.Pass | None]:
-    """Returns what products of the rows of grad_out and of x read in e4m3; None without such products."""
+def _in_e4m3(
+    arrays: BackwardArrays, options: LayerOptions, needs: tuple[str, ...], rows: int
+) -> tuple[fp8.Pass | None, fp8.Pass | None, fp8_wgrad.Pass | None]:
+    """Returns what products of the rows of grad_out and of x, and weight gradients, read in e4m3; None without such."""
     if options.precision != "fp8":
-        return None, None
+        return None, None, None
     E, h, _ = arrays.layer.w2.shape
     form = E, rows, h, options.halves
-    of_grad = fp8.configure(arrays.grad_out, *form, options.halves, options.interleaved)
-    if arrays.first_layer is not None:
-        return of_grad, None
-    return of_grad, fp8.configure(arrays.layer.x, *form, 1, options.interleaved)
+    scale_of_zeros = 0.0 if options.fp8_wgrad else 1.0
+    of_grad = fp8.configure(arrays.grad_out, *form, options.halves, options.interleaved, scale_of_zeros)
+    of_x = of_wgrad = None
+    if arrays.first_layer is None:
+        of_x = fp8.configure(arrays.layer.x, *form, 1, options.interleaved)
+    if options.fp8_wgrad and rows and not {"w1", "w2"}.isdisjoint(needs):
+        of_wgrad = fp8_wgrad.configure_pass(arrays.layer.x, E, rows, h, options.halves)
+    return of_grad, of_x, of_wgrad
 
 
 def _lora_launches(
@@ -322,6 +330,7 @@ def _first_half(
         further_parts=fields.get("further_parts", 0) if "weights" in how.needs else None,
         weights_on_input=options.on_input,
         fp8_saved=operands.saved_in_fp8 and not operands.is_recomputed,
+        fp8_wgrad=fields["wgrad_in_e4m3"] is not None,
     )
     made["down_bwd"] = down_bwd
     if down_bwd.partial_sums and weights is not None:
@@ -364,6 +373,14 @@ def _weight_launches(
     """Returns the launches of the gradients of w1 and w2, by the names of `Backward`; none where they are deferred."""
     made: dict[str, Any] = {}
     if how.defers_weights:
+        return made
+    if fields["wgrad_in_e4m3"]:
+        d, h, halves = operands.x.ld, operands.y_swi.ld, options.halves
+        for name, entry, of_routed in (("w2", "down_wgrad", 1), ("w1", "up_wgrad", halves)):
+            if name in how.needs:
+                gradient = fields["down_gradient" if name == "w2" else "up_gradient"]
+                in_e4m3 = index, limits, entry, d, h, of_routed, gradient, name in buffers
+                made[entry] = fp8_wgrad.configure(*in_e4m3, fields["wgrad_in_e4m3"].beside if name == "w1" else None)
         return made
     wgrad = functools.partial(grouped_gemm.configure_wgrad, index, options.activation, limits)
     if "w2" in how.needs:
@@ -420,8 +437,7 @@ def moe_backward(
 
     if grad_weights and steps.cleared_bytes[1]:
         run.clear(grad_weights.ptr, steps.cleared_bytes[1])
-    row_weights = None
-    grad_rows, by_row = index, None
+    row_weights, grad_rows, by_row = None, index, None
     if steps.weights_by_row or steps.slots_by_row:
         row_weights = run.empty((steps.index.num_rows,), "float32")
         if steps.weights_by_row:
@@ -431,9 +447,10 @@ def moe_backward(
     if wait is not None:
         wait()
     row_weights_ptr = row_weights.ptr if row_weights else 0
+    begun = steps.wgrad_in_e4m3.begin(run, layer.x) if steps.wgrad_in_e4m3 else None
     to_layer = first_layer, first_layer_grad if steps.how.first_layer else 0, weighted_ptr
-    of_down_bwd = _down_bwd(run, steps, arrays, grad_rows, to_layer, row_weights_ptr, extras)
-    partial_sums, first_layer_grad_e4m3, v2, weighted_u2 = of_down_bwd
+    of_down_bwd = _down_bwd(run, steps, arrays, grad_rows, to_layer, row_weights_ptr, extras, begun)
+    partial_sums, first_layer_grad_e4m3, v2, weighted_u2, grad_e4m3 = of_down_bwd
     del of_down_bwd
     grad_b2 = None
     if steps.down_bias:
@@ -448,8 +465,10 @@ def moe_backward(
     grad_w2 = None
     if steps.down_wgrad:
         grad_w2, addresses = gradient_memory(run, steps.down, accumulate.get("w2"))
-        down_gradient = steps.down_gradient.halves(*addresses)
-        grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, arrays.grad_out, down_gradient)
+        of_wgrad = run, steps.down_wgrad, grad_rows, steps.down_gradient.halves(*addresses)
+        routed = weighted_ptr, begun.result_amax if begun else 0
+        _wgrad(*of_wgrad, (weighted_ptr, arrays.grad_out), grad_e4m3, routed)
+    del grad_e4m3
     of_pair2 = None, None
     if steps.lora2 and "lora" in needs:
         rows_of_pair = (index, weighted_ptr), (grad_rows, arrays.grad_out)
@@ -464,17 +483,38 @@ def moe_backward(
     of_pair1 = _up_bwd_pass(run, steps, arrays, lists, first_layer_grad, first_layer_grad_e4m3, to_x, u1, extras)
     del first_layer_grad_e4m3, of_squares
     grad_w1 = grad_b1 = None
-    if steps.up_wgrad:
-        grad_w1, addresses = gradient_memory(run, steps.up, accumulate.get("w1"))
-        up_gradient = steps.up_gradient.halves(*addresses)
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, layer.x, first_layer_grad, up_gradient)
     if steps.up_bias_bwd and steps.up_bias and steps.up_bias_gradient:
         grad_b1, addresses = gradient_memory(run, steps.up_bias, accumulate.get("b1"))
         biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, steps.up_bias_gradient.halves(*addresses))
+    if steps.up_wgrad:
+        grad_w1, addresses = gradient_memory(run, steps.up, accumulate.get("w1"))
+        of_wgrad = run, steps.up_wgrad, index, steps.up_gradient.halves(*addresses)
+        x_read = steps.wgrad_in_e4m3.gathered_x(run, layer.x, begun) if steps.wgrad_in_e4m3 and begun else None
+        routed = first_layer_grad, begun.amax.ptr if begun else 0
+        _wgrad(*of_wgrad, (layer.x, first_layer_grad), x_read, routed)
     of_x, of_weights = grad_x and grad_x.array, grad_weights and grad_weights.array
     of_factors = Lora(*of_pair1, *of_pair2, None, None) if "lora" in needs else None
     grads = Gradients(of_x, of_weights, grad_w1, grad_w2, grad_b1, grad_b2, of_factors)
     return Results(grads, *(buffer and buffer.array for buffer in kept))
+
+
+def _wgrad(
+    run: Runtime,
+    step: Wgrad | fp8_wgrad.Wgrad,
+    lists: Lists,
+    gradient: tuple[int, int],
+    operands: tuple[int, int],
+    gathered: fp8.RowsRead | None,
+    routed: tuple[int, int],
+) -> None:
+    """Launches a weight gradient. operands: those of `gemm.products.wgrad`.
+
+    gathered, routed: those of `fp8.wgrad.wgrad`, which take their place in a product of e4m3.
+    """
+    if isinstance(step, Wgrad):
+        grouped_gemm.wgrad(run, step, lists, *operands, gradient)
+    elif gathered:
+        fp8_wgrad.wgrad(run, step, lists, (gathered.values, gathered.scales), routed, gradient)
 
 
 def _recomputed(
@@ -517,6 +557,7 @@ class _DownBwd(NamedTuple):
     first_layer_grad: tuple[Buffer, Buffer] | None  # set, in e4m3, where up_bwd reads it
     v2: Buffer | None
     weighted_u2: Buffer | None  # u2 that forward kept, times the weights of the rows
+    grad_out: fp8.RowsRead | None  # in e4m3, where down_wgrad reads it
 
 
 def _down_bwd(
@@ -527,10 +568,11 @@ def _down_bwd(
     to: tuple[int, int, int],
     row_weights: int,
     extras: PassExtras,
+    begun: fp8_wgrad.Begun | None,
 ) -> _DownBwd:
     """Launches down_bwd. to: the addresses of first_layer, first_layer_grad and weighted_y_swi."""
     if not steps.down_bwd:
-        return _DownBwd(None, None, None, None)
+        return _DownBwd(None, None, None, None, None)
     if extras.decode is not None:
         extras.decode(run, grad_rows[EXPERT_TOKEN_OFFSETS], "down_bwd")
     w2, first_layer, first_layer_grad, weighted = arrays.layer.w2, *to
@@ -544,6 +586,10 @@ def _down_bwd(
         if steps.up_bwd:
             made = fp8.routed_rows(run, steps.in_e4m3)
             of_down_bwd = of_down_bwd._replace(quantised=made[0].ptr, quantised_scales=made[1].ptr)
+        if begun:
+            x_scales, amax, result_amax = begun
+            of_wgrad = {"first_layer_grad_amax": amax.ptr, "result_amax": result_amax}
+            of_down_bwd = of_down_bwd._replace(x_scales=x_scales.ptr, **of_wgrad)
     if steps.lora2 and steps.lora2.second:
         u2 = extras.lora_rows.u2 if "lora" in steps.how.needs else 0
         of_rows = factors.b2, u2, row_weights if steps.weights_on_output else 0
@@ -562,8 +608,8 @@ def _down_bwd(
         weights=row_weights,
         extras=of_down_bwd,
     )
-    del grad_e4m3, beside
-    return _DownBwd(partial_sums, made, v2, weighted_u2)
+    del beside
+    return _DownBwd(partial_sums, made, v2, weighted_u2, grad_e4m3 if begun else None)
 
 
 def _up_bwd_pass(

@@ -469,6 +469,9 @@ def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, 
     if how.defers_weights and isinstance(saved.index, ChunkedIndices):
         expected = "a layer without memory_limit, as weight gradients of chunks cannot wait"
         raise checks.bad_value(function, "saved", expected, f"memory_limit={saved.options.memory_limit}")
+    if how.defers_weights and saved.options.fp8_wgrad:
+        expected = "a layer without fp8_wgrad, which moe_backward serves"
+        raise checks.bad_value(function, "saved", expected, "fp8_wgrad=True")
     if how.defers_weights and saved.gradients != GRADIENTS:
         others = " and ".join(saved.gradients[len(GRADIENTS) :])
         raise checks.bad_value(function, "saved", "a layer without biases and lora, which moe_backward serves", others)

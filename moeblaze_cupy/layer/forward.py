@@ -268,7 +268,7 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
     if wait is not None:
         wait()
-    row_weights = None
+    row_weights = x_e4m3 = y_e4m3 = u1 = u2 = beside_up = beside_down = None
     if steps.weights_by_row:
         row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
         run.launch(steps.weights_by_row, layer.router_weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
@@ -277,7 +277,6 @@ def moe_forward(run: Runtime, steps: Forward, layer: LayerArrays, extras: PassEx
     y_swi_ptr = y_swi.ptr if y_swi else 0
     up_weight, down_weight, rows = steps.up.halves(layer.w1_gate, layer.w1_up), (layer.w2, layer.w2), layer.x
     of_up_fwd, of_down_fwd = PLAIN, GemmExtras(peers=to.peers, needed=to.needed) if to.peers else PLAIN
-    x_e4m3 = y_e4m3 = u1 = u2 = beside_up = beside_down = None
     if steps.in_e4m3 and weights_fp8:
         x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, rows, x_scales), fp8.routed_rows(run, steps.in_e4m3)
         rows, up_weight = x_e4m3.values, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)

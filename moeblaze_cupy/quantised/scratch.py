@@ -53,6 +53,7 @@ def limit_scratch(nbytes: int | None) -> None:
     training step then decodes four weights if backward finds nothing of its forward's, as without a bound, or three if
     it does, in place of two. With save="recompute" it decodes five. A layer whose larger weight takes more raises
     ValueError. Memory that is kept now is freed. The CPU decodes both weights at a time whatever the bound.
+    With precision="fp8" the bytes are those in e4m3, and a step decodes as often as without a bound.
     Raises TypeError or ValueError for what is no positive integer.
     """
     global _limit

@@ -11,7 +11,7 @@ from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.fp8 import first_layer_of, quantize_weights, save_first_layer
 from moeblaze_cupy.reference.lora import Factors
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, to_tf32
-from moeblaze_cupy.reference.products import InFp8, Plain, Products, Read
+from moeblaze_cupy.reference.products import InFp8, Plain, Products, Read, plain_wgrad, wgrad_in_fp8
 from moeblaze_cupy.types import (
     IDENTITY,
     Activation,
@@ -225,6 +225,7 @@ def moe_forward(
     lora: Lora | None = None,
     memory_limit: int | None = None,
     tf32: bool = False,
+    fp8_wgrad: bool = False,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """Returns out[t], the sum over slots j, in order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -249,6 +250,7 @@ def moe_forward(
     lora     factors beside w1 and w2, or None: see reference.lora
     memory_limit  bounds nothing here
     tf32     operands of products are float32 rounded to TF32, but those that make the rows of `lora` and its gradients
+    fp8_wgrad  gradients of w1 and w2 multiply e4m3: see reference.products
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -260,7 +262,7 @@ def moe_forward(
     if precision == "fp8" and fp8_weights is None:
         fp8_weights = quantize_weights(w1, w2, gate_up)
     of_slots = weights_on, unreduced, identity_experts, max_slots
-    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit, tf32)
+    options = LayerOptions(activation, save, gate_up, *of_slots, precision, memory_limit, fp8_wgrad, tf32)
     read = _read(options)
     products = _products(w1_parts, w2, fp8_weights if precision == "fp8" else None, act, gate_up, x, read)
     # Token dispatch: index lists only, no routed copy of x.
@@ -349,6 +351,7 @@ def moe_backward(
     w1_parts = _parts(saved.w1, activation, gate_up)  # each (E, d, h)
     b1_parts = () if saved.b1 is None else _parts(saved.b1, activation, gate_up)  # each (E, h)
     products = _products(w1_parts, w2, saved.fp8_weights, activation, gate_up, x, read)
+    wgrad = functools.partial(wgrad_in_fp8, store=x.dtype) if options.fp8_wgrad else plain_wgrad
     buffers = accumulate or {}
     totals: dict[str, Any] = {  # they have the forms of the weights and biases
         name: buffers[name] if name in buffers else _zeros_like(getattr(saved, name))
@@ -391,7 +394,7 @@ def moe_backward(
 
         # 2. Expert computation backward.
         if "w2" in needs:
-            _add(totals["w2"], expert, read(on_output * y).T @ read(grad_rows))  # (h, d) line 18
+            _add(totals["w2"], expert, wgrad(read(grad_rows), read(on_output * y)).T)  # (h, d) line 18
         if "b2" in needs:
             _add(totals["b2"], expert, (on_output * grad_rows).sum(axis=0))  # (d,)
         if not {"x", "weights", "w1", "b1", "lora"}.intersection(needs):
@@ -416,7 +419,7 @@ def moe_backward(
             grad_row_weights[rows] = sum(dots)
             grad_ab = tuple(scale * g for g in grad_ab)  # each (n, h)
         for total, grad_half in zip(w1_totals, grad_ab, strict=False):
-            _add(total, expert, read(x_rows).T @ read(grad_half))  # (d, h) line 29
+            _add(total, expert, wgrad(read(x_rows), read(grad_half)))  # (d, h) line 29
         for total, grad_half in zip(b1_totals, grad_ab, strict=False):
             _add(total, expert, grad_half.sum(axis=0))  # (h,)
         if "x" in needs:

@@ -1,4 +1,4 @@
-"""The four products of an expert other than weight gradients, in the layer's precision and in e4m3.
+"""The products of an expert, in the layer's precision and in e4m3.
 
 A product in e4m3 multiplies e4m3 numbers exactly, adds in float64, and only then applies the scales. x and the
 gradient of out have one for each row, y = V(a) * M(b) and the gradients of a and b one for each row and 128 columns,
@@ -118,3 +118,25 @@ class InFp8:
         halves = enumerate(zip(grad_ab, self._up_bwd, strict=True))
         total = sum(self._by_group(grad, _numbers(part[expert]).T, scales[half]) for half, (grad, part) in halves)
         return cast(np.asarray(total), self.compute)
+
+
+def plain_wgrad(gathered: HostArray, routed: HostArray) -> HostArray:
+    """Returns the gradient (M, N) of a weight, summed over an expert's rows: gathered (n, M), routed (n, N)."""
+    product: HostArray = gathered.T @ routed
+    return product
+
+
+def wgrad_in_fp8(gathered: HostArray, routed: HostArray, store: Any) -> HostArray:
+    """Returns the same from e4m3: `gathered` with a scale for each row, `routed` with one for 128 columns of all rows.
+
+    A row of routed, rounded to `store`, is first multiplied by the scale of gathered's row, which is 0 for zeros.
+    """
+    stored, scales = quantize(gathered, axis=1)
+    scales = np.where(gathered.any(axis=1, keepdims=True), scales, np.float32(0))
+    scaled = routed.astype(store).astype(np.float32) * scales
+    total, rows = np.empty((gathered.shape[1], routed.shape[1])), _numbers(stored).T
+    for first in range(0, routed.shape[1], GROUP_COLUMNS):
+        group = slice(first, first + GROUP_COLUMNS)
+        columns, scale = quantize(scaled[:, group], axis=(0, 1))
+        total[:, group] = rows @ _numbers(columns) * scale
+    return cast(total, gathered.dtype)

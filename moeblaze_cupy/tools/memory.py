@@ -32,6 +32,7 @@ class LayerShape:
     options: LayerOptions = PLAIN  # options of slots; the other fields hold the rest
     max_slots: int | None = None  # the most slots that have a row; None: all L*k
     precision: str | None = None  # "fp8": products in e4m3 with weights that were quantised before
+    fp8_wgrad: bool = False  # weight gradients in e4m3
     memory_limit: int | None = None  # bytes of a pass
     lora_rank: int | None = None  # rank of float32 factors beside both weights, which are frozen then
 
@@ -44,6 +45,7 @@ class LayerShape:
             max_slots=self.max_slots,
             precision=self.precision,
             memory_limit=self.memory_limit,
+            fp8_wgrad=self.fp8_wgrad,
         )
 
     @property

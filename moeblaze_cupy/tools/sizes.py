@@ -34,6 +34,7 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         bias=args.dtype if args.bias == "weights" else args.bias,
         gate_up=args.gate_up,
         precision=args.precision,
+        fp8_wgrad=args.fp8_wgrad,
         lora_rank=args.lora_rank,
         memory_limit=getattr(args, "memory_limit", None),
     )
@@ -54,6 +55,11 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
     if s.precision == "fp8" and not on_fp8:
         expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
         raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
+    multiple = fp8_checks.WGRAD_MULTIPLE
+    others = s.options.unreduced, s.memory_limit is not None, s.gate_up == "interleaved", s.lora_rank
+    if s.fp8_wgrad and (not s.precision or any(others) or s.h % multiple):
+        expected = f"--precision fp8, h a multiple of {multiple}, --gate-up halves, and none of --unreduced, "
+        raise CommandError(f"--fp8-wgrad: expected {expected}--memory-limit and --lora-rank")
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
@@ -71,6 +77,7 @@ def slot_options(s: LayerShape) -> str:
     """Returns the differences from the plain layer, each after a comma."""
     found = ["L*k pairs"] if s.ragged else []
     found += [f"precision={s.precision!r}"] if s.precision else []
+    found += ["fp8_wgrad=True"] if s.fp8_wgrad else []
     found += [f"low-rank factors of rank {s.lora_rank}"] if s.lora_rank else []
     found += [f"memory_limit={s.memory_limit}"] if s.memory_limit is not None else []
     plain = PLAIN._asdict()
@@ -90,6 +97,7 @@ def as_json(s: LayerShape) -> dict[str, Any]:
         "gate_up": s.gate_up,
         "precision": s.precision,
         "tf32": s.options.tf32,
+        "fp8_wgrad": s.fp8_wgrad,
         "bias": s.bias,
         "dtype": s.dtype,
         "order": "transposed" if s.transposed else "row",

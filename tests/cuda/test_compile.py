@@ -48,6 +48,8 @@ LIMITS = {
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
+    "grouped_wgrad_fp8_sm90.cu": 168,
+    "routed_fp8.cu": 80,
     "dispatch.cu": 64,
     "router_sums.cu": 64,
     "router_backward.cu": 128,
@@ -79,8 +81,8 @@ ALIGNED_SPILL_CAP, UNALIGNED_SPILL_CAP = 64, 320
 # Measured: 20 at most in Hopper's up_fwd with a low-rank factor in the spare bytes. Its producer gathers rows, and
 # stores and loads a few registers once per tile.
 GATHERING_SPILL_CAP = 24
-# Measured: 40 and 412 at most in portable products with low-rank factors.
-PORTABLE_LORA_SPILL_CAP, UNALIGNED_LORA_SPILL_CAP = 40, 416
+# Measured: 40 and 412 at most in portable products with low-rank factors; 64 in TF32, whose lanes load words.
+PORTABLE_LORA_SPILL_CAP, UNALIGNED_LORA_SPILL_CAP, TF32_LORA_SPILL_CAP = 40, 416, 64
 
 
 def spill_cap(variant) -> int:
@@ -90,6 +92,8 @@ def spill_cap(variant) -> int:
     if variant.source.endswith("_sm90.cu") or (variant.source == "router_lane.cu" and macros["ALIGNED"] == "1"):
         return 0
     if macros.get("LORA") == "1":
+        if macros["TF32"] == "1" and macros["ALIGNED"] == "1":
+            return TF32_LORA_SPILL_CAP
         return PORTABLE_LORA_SPILL_CAP if macros["ALIGNED"] == "1" else UNALIGNED_LORA_SPILL_CAP
     return UNALIGNED_SPILL_CAP if macros.get("ALIGNED") == "0" else ALIGNED_SPILL_CAP
 
@@ -180,6 +184,7 @@ def entry_names(variant) -> set[str]:
             for suffix in ("", "_unaligned")
         }
         | {"dequantize_rows_bfloat16"},
+        "routed_fp8.cu": {"transpose_routed_bfloat16"},
         "saved_fp8.cu": {f"{step}_saved_{dtype}" for step in ("quantize", "dequantize") for dtype in dtypes},
         "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "split", "finish") for dtype in dtypes}
         | {f"chosen_bits_{ids}" for ids in ids_dtypes},
@@ -216,6 +221,7 @@ def static_shared_cap(variant, limits) -> int:
     for name, tile in (("pack", lora_config.LORA_PACK_TILE), ("sums", lora_config.LORA_SUMS_TILE)):
         arrays[f"lora_{name}.cu"] = 4 * (tile + tile // 32)
     arrays["quantize.cu"] = fp8_config.QUANTIZE_TILE**2
+    arrays["routed_fp8.cu"] = fp8_config.QUANTIZE_TILE**2 + 12
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
 
@@ -308,8 +314,8 @@ def variants_of(arch: str) -> list:
             of_fp8 += variants(bf16, row, ("swiglu_oai",), (True,), fp8=True, fp8_saved=True, **pairs)
             of_fp8 += variants(bf16, row, ("swiglu_softcap",), (True,), fp8=True, gate_ups=("interleaved",), **on_input)
             of_fp8 = [v for v in of_fp8 if beside.isdisjoint(v.macros)]
-            of_fp8 += variants(bf16, row, swiglu, (True,), fp8=True, fp8_saved=True)
-            every += [v for v in of_fp8 if in_e4m3 in v.macros]
+            of_fp8 += variants(bf16, orders, swiglu, (True,), accumulates=True, fp8=True, fp8_saved=True)
+            every += [v for v in of_fp8 if in_e4m3 in v.macros or v.source == "routed_fp8.cu"]
             to_tokens = {("EPILOGUE", "StoreTokenRows"), ("ELEMENT", "bf16")}
             pushes = [v for v in every if to_tokens <= set(v.macros)]
             every += [replace(v, macros=tuple((dict(v.macros) | {"PUSHES": "1"}).items())) for v in pushes]
@@ -354,7 +360,7 @@ def test_every_variant_compiles_within_its_caps(arch):
 def one_of_each_source() -> list:
     """A variant per kernel source, for sm_90a."""
     every = all_variants.variants(aligned=(True, False), biases=(None, "weights"), formats=WEIGHT_FORMATS, lora=True)
-    every += router_variants()
+    every += all_variants.variants(fp8=True) + router_variants()
     return [next(v for v in every if v.source == source) for source in loader.sources()]
 
 

@@ -136,7 +136,7 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     if entry in GEMMS:
         plain = {"STORED_Y_SWI": "0", "CLUSTER_CTAS": "1", "WEIGHT": "float"}
         plain |= {"PUSHES": "0", "FP8_SAVED": "0", "FP8": "0", "EXPERT_SCALES": "1"}
-        plain |= {"LORA_IN_SPARE": "0", "LORA_STAGES": "0"}
+        plain |= {"LORA_IN_SPARE": "0", "LORA_STAGES": "0", "FP8_WGRAD": "0"}
         constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items()}
     assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
     assert portable.entry == hopper.entry == dict(portable.macros)["ENTRY"] == dict(hopper.macros)["ENTRY"] == entry
@@ -233,9 +233,8 @@ def test_kernels_that_an_activation_does_not_enter_are_shared():
 def test_names_tell_variants_apart():
     assert Variant("aggregation.cu", "weights_bwd_float32").name == "weights_bwd_float32"
     name = gemm_variant("up_wgrad", dtype="float32", activation="silu", transposed=True, aligned=False).name
-    assert (
-        name == "up_wgrad element=float aligned=0 stages=3 step_bytes=128 gather_p=0 gather_q=1 accumulate=0 out=float"
-    )
+    of_arrays = "gather_p=0 gather_q=1 accumulate=0 out=float"
+    assert name == f"up_wgrad element=float tf32=0 aligned=0 stages=3 step_bytes=128 {of_arrays}"
     everything = all_variants.variants(
         tuple(loader.ELEMENTS), ("row", "transposed"), ACTIVATIONS, (True, False), launch_config.H200
     )

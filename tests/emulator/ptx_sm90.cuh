@@ -190,3 +190,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b
 __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uint64 b, int accumulate) {
     cuemu::issue_product(d, 16, a, b, accumulate, false, false, nullptr);
 }
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], const unsigned (&a)[4], uint64 b, int accumulate) {
+    cuemu::issue_product(d, 32, 0, b, accumulate, false, false, nullptr, a);
+}

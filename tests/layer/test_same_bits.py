@@ -47,7 +47,9 @@ OPTIONS = {
     "biases, interleaved": {"biases": True, "gate_up": "interleaved"},
     "adapters": {"ranks": 16},
     "adapters, interleaved": {"ranks": 16, "gate_up": "interleaved"},
-    "adapters and biases": {"ranks": 32, "biases": True},
+    "adapters and biases": {"ranks": 16, "biases": True},
+    "larger adapters": {"ranks": 32},
+    "chunks": {"memory_limit": 2**25},  # of 512 tokens
     "products in fp8": {"precision": "fp8"},
     "four bits": {"packed": True},
 }

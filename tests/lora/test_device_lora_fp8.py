@@ -63,7 +63,7 @@ def test_ranks_and_policies(ranks, save):
 
 
 @pytest.mark.parametrize("ranks", [(16, 16), (24, 24)])
-@pytest.mark.parametrize("name", ["pair", "plain", "to_tokens", "biases", "input", "unreduced"])
+@pytest.mark.parametrize("name", ["pair", "plain", "to_tokens", "biases", "input", "unreduced", "interleaved"])
 def test_forms_of_the_layer(name, ranks):
     cases = {
         "pair": replace(RAGGED, order="pair"),
@@ -78,6 +78,8 @@ def test_forms_of_the_layer(name, ranks):
         options["b2"] = rng.standard_normal((case.E, case.d)).astype(BF16)
     if name == "input":
         options["weights_on"] = "input"
+    if name == "interleaved":
+        options["gate_up"] = "interleaved"
     if name == "unreduced":
         options["unreduced"] = True
         per_slot = rng.standard_normal((case.L, case.k, case.d)).astype(BF16)
@@ -152,8 +154,9 @@ def test_schedules_and_clusters_change_no_bit(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [(16, 64), (40, 16)])
+@pytest.mark.parametrize("gate_up", ["halves", "interleaved"])
 @pytest.mark.parametrize("save", ["minimal", "recompute", "fp8"])
-def test_layer_on_a_gpu(save, ranks):
+def test_layer_on_a_gpu(save, gate_up, ranks):
     """The same claims on large tiles in 2-CTA clusters: near NumPy, equal bits on repeat, for zeros, in torch."""
     torch = pytest.importorskip("torch")
     from moeblaze_cupy import frameworks
@@ -172,12 +175,12 @@ def test_layer_on_a_gpu(save, ranks):
     layer = put(x), put(ids), put(weights), in_memory_order(w1), in_memory_order(w2)
 
     def passes(factors, needs):
-        out, saved = mb.moe_forward(*layer, lora=factors, precision="fp8", save=save)
+        out, saved = mb.moe_forward(*layer, lora=factors, precision="fp8", save=save, gate_up=gate_up)
         return by_name(out, mb.moe_backward(put(grad_out), saved, needs=needs))
 
     factors = lora.with_factors(map(put, lora.factors))
     got, again = (passes(factors, ("x", "weights", "lora")) for _ in range(2))
-    want = of_reference(inputs, lora, save=save)
+    want = of_reference(inputs, lora, save=save, gate_up=gate_up)
     for name, values in got.items():
         assert torch.equal(values, again[name]), name
         assert relative_error(host(values.double().cpu().numpy()), host(want[name])) <= TOLERANCE, name
@@ -189,7 +192,7 @@ def test_layer_on_a_gpu(save, ranks):
         from moeblaze_cupy.interop.torch import moe
 
         leaves = [tensor.requires_grad_() for tensor in (layer[0], layer[2], *factors.factors)]
-        out = moe(*layer, lora=factors, precision="fp8")
+        out = moe(*layer, lora=factors, precision="fp8", gate_up=gate_up)
         of_torch = (out.detach(), *torch.autograd.grad(out, leaves, put(grad_out)))
         for (name, values), found in zip(got.items(), of_torch, strict=True):
             assert torch.equal(values, found), name

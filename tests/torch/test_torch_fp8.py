@@ -145,6 +145,30 @@ def test_replicas_have_weights_of_their_own():
     assert layer.fp8_weights is held and torch.equal(layer(x), out)
 
 
+def test_a_hook_quantises_once_for_each_step_of_an_optimizer():
+    """Also with several groups of parameters: it trains as a layer does whose every forward quantises."""
+    layer, other, _ = pair_of_layers()
+    other.load_state_dict(layer.state_dict())
+    calls, trained = [], []
+    for module in (layer, other):
+        groups = [{"params": [module.w1_storage], "lr": 0.5}, {"params": [module.w2_storage, module.router]}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        if module is layer:
+            module.quantize_weights()
+            optimizer.register_step_post_hook(lambda *_: calls.append(layer.quantize_weights()))
+        torch.manual_seed(1)
+        for _ in range(3):
+            for _ in range(2):
+                (module(torch.randn(40, 48).bfloat16()).float() - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append({name: parameter.detach().clone() for name, parameter in module.named_parameters()})
+    assert len(calls) == 3
+    for name, parameter in trained[0].items():
+        assert torch.equal(parameter, trained[1][name]), name
+    assert not torch.equal(trained[0]["w1_storage"], pair_of_layers()[0].w1_storage)
+
+
 def fresh(layer):
     """Another layer, with the parameters that this one has now."""
     made = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)

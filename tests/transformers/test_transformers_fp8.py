@@ -242,13 +242,19 @@ def losses(model, before_step):
     return found
 
 
-def test_training_of_adapters_beside_what_is_held():
-    """Their forwards have other weights than the parameters."""
+def test_training_of_adapters_beside_what_is_held(quantised):
+    """The weights that are held stay, as adapters alone train. An adapter that comes later ends what is held."""
     want = losses(with_adapter(model_of()), lambda model: None)
     model = model_of()
     backend.quantize_weights(model)
     for adapted in (with_adapter(model), with_adapter(model_of())):
-        assert losses(adapted, lambda model: backend.quantize_weights(model) and pytest.fail("held")) == want
+        before = copy.deepcopy(adapted.state_dict())
+        quantised.clear()
+        assert losses(adapted, lambda model: None) == want and len(quantised) == 8  # two layers, four times
+        adapted.load_state_dict(before)
+        assert len(backend.quantize_weights(adapted)) == 2
+        quantised.clear()
+        assert losses(adapted, lambda model: None) == want and not quantised
     assert len(set(want)) == 4
 
 
@@ -267,14 +273,14 @@ def merge(adapted):
 
 def unmerge(adapted):
     adapted.merge_adapter()
-    backend.quantize_weights(adapted)
+    assert backend.quantize_weights(adapted) == ()
     adapted.unmerge_adapter()
     return adapted
 
 
 def disable(adapted):
     adapted.merge_adapter()
-    backend.quantize_weights(adapted)
+    assert backend.quantize_weights(adapted) == ()
     adapted.base_model.disable_adapter_layers()  # whose forward unmerges
     return adapted
 
@@ -291,7 +297,7 @@ def test_what_peft_merges(end, held, frozen):
             assert backend.quantize_weights(model) == NAMES
         adapted = with_adapter(model)
         if holds and "with" in held:
-            assert backend.quantize_weights(adapted) == ()
+            assert len(backend.quantize_weights(adapted)) == 2
         if runs:
             logits(adapted)
         ended = end(adapted)
