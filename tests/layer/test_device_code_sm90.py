@@ -98,6 +98,24 @@ def test_schedules_clusters_and_orders_do_not_change_a_bit(choose, case):
     assert [differences(found[0], other) for other in found[1:]] == [[]] * (len(ways) - 1)
 
 
+def test_tiles_and_panels_do_not_change_a_bit(choose, monkeypatch):
+    """Whichever of them the number of slots chooses."""
+    case, panels = Case(L=60, k=3, E=3, d=776, h=72, routing="absent"), gemm_config.panels.__wrapped__
+    inputs, found = make_inputs(case, 0, DTYPES["bfloat16"]), []
+    for square, elements in ((False, 2**24), (True, 2**24), (False, 0), (True, 0)):
+        monkeypatch.setattr(gemm_config, "square_product", lambda *_, square=square: (square, ""))
+        monkeypatch.setattr(gemm_config, "ONE_PANEL_ELEMENTS", elements)
+        monkeypatch.setattr(gemm_config, "panels", panels)  # without what it has kept
+        choose()
+        with on_hopper() as device:
+            layer = Layer(device, inputs)
+            found.append(layer.run())
+            assert device.launched.count("down_fwd") == (1 if elements else 2)
+            assert ("square_tiles" in device.launched) == square
+    layer.assert_matches_reference(found[-1])
+    assert [differences(found[0], other) for other in found[1:]] == [[]] * 3
+
+
 @pytest.mark.parametrize(("seed", "square"), [(0, False), (1, True)])
 def test_weight_gradients_by_split_k_and_accumulated(choose, monkeypatch, seed, square):
     """The gradient of w1 by split-K, in either kind of tiles; that of w2 added to numbers that are there."""
