@@ -216,6 +216,16 @@ def test_the_page_on_fine_tuning_quotes_the_records():
         wanted = [f"{ways[lora.FROZEN]['ms']:.2f}", *times, *(f"{ways[name]['peak_mib']:,.0f}" for name in peaks)]
         assert found[1:] == wanted, found[0]
 
+    rows = json.loads((ROOT / "bench" / "records" / "lora" / "h200-e4m3.json").read_text())["rows"]
+    of_e4m3 = re.search(r"^\| swiglu \|.*\n.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    for line, case in zip(of_e4m3[1].splitlines(), lora.CASES_IN_E4M3, strict=True):
+        ways = {row["way"]: row for row in rows if row["case"] == case}
+        assert list(ways) == list(lora.WAYS_IN_E4M3)
+        times = [f"{row['of_frozen']:.3f}" for name, row in ways.items() if name != lora.FROZEN]
+        assert cells(line)[1:] == [f"{ways[lora.FROZEN]['ms']:.2f}", *times], case
+    errors = [error for row in rows if row["way"].endswith("e4m3") for error in row["errors"].values()]
+    assert f"errors in e4m3 are {min(errors):.3f} to {max(errors):.3f}," in " ".join(PAGE.split())
+
     record = json.loads((ROOT / "bench" / "records" / "quantised" / "h100.json").read_text())
     speed = {(r["case"], r["format"]): r["decode_gb_per_s"] / r["copy_gb_per_s"] for r in record["decode"]}
     ms = {(r["case"], r["L"], r["weights"]): r["ms"] for r in record["passes"]}
