@@ -1,5 +1,6 @@
 """fp8_wgrad: weight gradients of e4m3 by the reference, by torch and on a GPU."""
 
+import functools
 import re
 
 import ml_dtypes
@@ -109,47 +110,57 @@ def test_deferred_weight_gradients_are_refused():
         mb.moe_backward_data(grad_out, saved)
 
 
+def in_float64(value):
+    """One array or a pair, as one row of numbers."""
+    parts = value if isinstance(value, tuple) else (value,)
+    arrays = [part.double().cpu().numpy() if torch.is_tensor(part) else part.astype(np.float64) for part in parts]
+    return np.stack(arrays) if len(arrays) == 2 else arrays[0]
+
+
+# The error of the kernels to float64, over that of the recipe. The kernels round a product to bf16, which NumPy does
+# not, and their accumulators keep fewer bits. Both change numbers by about 0.002, and then one in twenty becomes the
+# next e4m3. So results differ from NumPy's by 0.02, a third of either's error to float64, and are as near to float64:
+# the root of 0.066^2 + 0.002^2 is 1.0005 times 0.066. NumPy with bf16's rounding and 0.0024 of noise in the products
+# of x and of the gradient of out has 1.002, with 0.005 of noise 1.008; with 0.02 the test fails. The gradient of the
+# router weights has few numbers: 1.0035 and 1.013.
+NEARNESS = {"x": 1.01, "w1": 1.01, "w2": 1.01, "weights": 1.02}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["row", "transposed", "pair"])
 @pytest.mark.parametrize(("save", "d", "h"), [("minimal", 1024, 512), ("fp8", 1040, 448), ("recompute", 1040, 448)])
 def test_on_the_gpu(order, save, d, h, on_hopper):
-    """As the reference of the recipe, also added to float32 sums; the same bits again. Whole k-steps and rests."""
+    """As near to float64 as the recipe, also added to float32 sums; the same bits again. Whole k-steps and rests."""
     case = Case(L=1500, k=2, E=5, d=d, h=h, order=order, routing="empty_experts")
     inputs = make_layer_inputs(case, 0, BF16)
     inputs[5][5:40] = 0
-    _, saved = reference.moe_forward(*inputs[:5], save=save, **IN_FP8)
-    want = reference.moe_backward(inputs[5], saved)
 
-    def to_gpu(value):
-        return tuple(map(to_gpu, value)) if isinstance(value, tuple) else Torch.from_numpy(value).cuda()
+    def each(value, function):
+        return tuple(map(function, value)) if isinstance(value, tuple) else function(value)
 
-    def on_host(value):
-        parts = value if isinstance(value, tuple) else (value,)
-        return [part.double().cpu().numpy() if torch.is_tensor(part) else part.astype(np.float64) for part in parts]
+    def wide(array):
+        return array.astype(np.float64) if array.dtype == BF16 else array
 
-    x, ids, weights, w1, w2, grad_out = map(to_gpu, inputs)
-    found = []
-    for _ in range(2):
+    of_reference = []
+    for made, options in (([each(value, wide) for value in inputs], {}), (inputs, {"save": save, **IN_FP8})):
+        _, saved = reference.moe_forward(*made[:5], **options)
+        of_reference.append(reference.moe_backward(made[5], saved))
+    exact, recipe = of_reference
+    x, ids, weights, w1, w2, grad_out = (each(v, lambda array: Torch.from_numpy(array).cuda()) for v in inputs)
+    ones = functools.partial(torch.ones_like, dtype=torch.float32)
+    totals, found = {"w1": each(w1, ones), "w2": each(w2, ones)}, []
+    for accumulate in (None, None, totals):
         _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save, **IN_FP8)
-        found.append(mb.moe_backward(grad_out, saved))
-    totals = {
-        name: tuple(torch.ones_like(part, dtype=torch.float32) for part in of)
-        if isinstance(of, tuple)
-        else torch.ones_like(of, dtype=torch.float32)
-        for name, of in (("w1", w1), ("w2", w2))
-    }
-    _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save, **IN_FP8)
-    mb.moe_backward(grad_out, saved, accumulate=totals)
+        found.append(mb.moe_backward(grad_out, saved, accumulate=accumulate))
     idle = np.setdiff1d(np.arange(case.E), inputs[1])
-    for name in ("x", "weights", "w1", "w2"):
-        of_both = [on_host(getattr(of, name)) for of in found]
-        for got, again, exact in zip(*of_both, on_host(getattr(want, name)), strict=True):
-            assert np.linalg.norm(got - exact) <= 0.02 * np.linalg.norm(exact), name
-            np.testing.assert_array_equal(got, again, err_msg=name)
-    for name, total in totals.items():
-        for got, exact in zip(on_host(total), on_host(getattr(want, name)), strict=True):
-            assert np.linalg.norm(got - 1 - exact) <= 0.02 * np.linalg.norm(exact), name
-            assert idle.size and (got[idle] == 1).all()
+    for name, nearness in NEARNESS.items():
+        want, got, again, added = (in_float64(getattr(of, name)) for of in (exact, *found))
+        np.testing.assert_array_equal(got, again, err_msg=name)
+        most = nearness * np.linalg.norm(in_float64(getattr(recipe, name)) - want)
+        assert np.linalg.norm(got - want) <= most, name
+        if name in totals:
+            assert idle.size and (added[..., idle, :, :] == 1).all()
+            assert np.linalg.norm(added - 1 - want) <= most, name
 
 
 @pytest.mark.gpu
