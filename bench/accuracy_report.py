@@ -18,16 +18,14 @@ TITLES = {
     "sonicmoe": "SonicMoE",
 }
 HEADING = "### Errors against float64, plain and trained-like data"
-INTRODUCTION = """Out and every gradient, compared with the layer in float64 from the same bf16 inputs and float32
-logits, with all tokens and experts. `gaussian` data have unit scale. In `trained` data some channels of x are 20 to 60
-times larger, gate inputs follow Student's t, gradients of tokens have log-normal scales, and experts follow Zipf's law,
-with one expert that gets no token."""
+INTRODUCTION = """All tokens and experts are compared, from bf16 inputs and float32 logits. `gaussian` data have unit
+scale. In `trained` data some channels of x are 20 to 60 times larger, gate inputs follow Student's t, gradients of
+tokens have log-normal scales, and experts follow Zipf's law, with one expert that gets no token."""
 RATIOS = """The largest error among this package's policies and tiers over that of plain bf16 torch as in transformers'
-experts (a loop over the experts that adds results in bf16). Both errors are means over the seeds. Norm: the norm of
-the difference over the norm of the reference. Largest row: the largest such quotient of a row (a token, an input
-channel of w1, a hidden unit of w2) whose reference is not zero. Gradients of router weights and logits have rows that
-nearly cancel. There the largest quotient says little, and the quotient that 99.9% of rows stay below says more. An
-error counts as larger if its mean is above the largest of torch's over the seeds."""
+experts (a loop over the experts that adds results in bf16). Both errors are means over the seeds. Norm: as above.
+Largest row: the largest such quotient of a row (a token, an input channel of w1, a hidden unit of w2) whose reference
+is not zero. Rows of gradients of router weights and logits nearly cancel, so there the quotient that 99.9% of rows stay
+below says more. An error counts as larger if its mean is above the largest of torch's over the seeds."""
 
 Errors = dict[str, dict[str, list[float]]]  # by tensor and measure, a value per seed
 

@@ -18,19 +18,17 @@ OF_PEERS = (
     OF_TRAINING,
 )
 QUANTIZED = ("quantize_rows", "quantize_weights")
-ABOUT = """`python -m bench.fp8` compares `precision="fp8"` and `save="fp8"` with bf16, in alternating calls back to
-back. Weights are in transformers' memory order. They are quantised before the calls, unless a column says that the call
-quantises them."""
+ABOUT = """`precision="fp8"` beside bf16, in alternating calls back to back. Weights are quantised before the calls,
+unless a column says that the call quantises them."""
 OF_PRODUCTS = "Products: bf16's time over e4m3's, including the sums over a token's slots."
 OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`"
 is the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, without gather,
 experts and sums."""
-OF_PEER = """The last columns are a peer's time in fp8 over this package's. torch's forward sorts, gathers and
-quantises rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted sum. torchao's layer does the same with
-its differentiable rowwise products, which quantise the weights in each call, and is compared with calls that do so,
-too."""
+OF_PEER = """The last columns are a peer's time in fp8 over this package's. torch's forward calls
+`torch._scaled_grouped_mm` on sorted rows that it quantises. torchao's layer has its differentiable rowwise products,
+which quantise the weights in each call, and is compared with calls that do so, too."""
 OF_QUANTIZED = """Quantisation of x and of the weights: the time of a copy of as many bytes over the kernel's time,
-and TB/s. x is read once. Weights are read twice and written in both orientations."""
+and TB/s."""
 OF_ERRORS = """The norm of the difference from bf16's results over the norm of these, in thousandths: out and each
 gradient with `precision="fp8"`, then each gradient with only `save="fp8"`, whose out is that of bf16."""
 

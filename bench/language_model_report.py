@@ -25,15 +25,14 @@ EAGER = "eager"  # of bench.fine_tuning
 TUNED_HEAD = ["experts", "loss before", "seeds", "held-out loss, mean", "range", "minus eager, mean", "range"]
 ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained on sources and documentation of Python
 and its packages. Whole files are held out. Arms of one seed start from the same weights, see the same batches, and
-differ only in the experts. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed:
-the last columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
+differ only in the experts. `fp32` has TF32 off. The last columns are differences from torch's `grouped_mm` on the same
+seeds."""
 TUNED = """The same model, trained on Python sources alone. Its weights are then frozen, and factors of rank {rank}
 beside all experts are trained on C and C++ headers, {steps} steps of {tokens:,} bytes. "eager" computes expert by
 expert in torch. "W + BA" makes these weights in every step. "fused" hands the factors to the layer, whose experts are
 in bf16, or packed as the row says. Arms of one seed start from the same factors and see the same batches."""
-STEPS = """Forward, loss, backward and AdamW with float32 main weights, one arm after another in one process. Peak
-memory includes weights and optimizer. The largest batch counts sequences of 1,024 bytes. Speed is the median of windows
-of steps back to back. The order of the arms changes from round to round."""
+STEPS = """Forward, loss, backward and AdamW with float32 main weights. Peak memory includes weights and optimizer. The
+largest batch counts sequences of 1,024 bytes. Speed is the median of windows of steps back to back."""
 
 
 def runs(size: str) -> dict[str, list[dict]]:

@@ -14,9 +14,8 @@ from bench.table import PASSES, merged_layers, number, rows_of, span
 FOLDER = RECORDS / "other_gpus"
 PEER = "torch_grouped_mm"
 SHOWN = PASSES[2:]  # calls back to back
-ABOUT = f"""The same suite on other GPUs: calls back to back, weights in transformers' memory order. "Over bound" is the
-time over that of the layer's products in cuBLAS. The time of {title(PEER)} is given over this package's, and this
-package's peak memory over that of {title(PEER)}. All are of one run."""
+ABOUT = f"""Calls back to back on other GPUs. torch's time is that of {title(PEER)} over this package's, and the peak
+this package's over that of {title(PEER)}."""
 
 
 def records() -> list[dict]:

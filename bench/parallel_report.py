@@ -28,14 +28,12 @@ FSDP_TITLES = {
     "copies-bf16-stored-fp8-e4m3": "copy engines, stored by products; fp8, weights in e4m3",
     "copies-bf16-stored-graph": "copy engines, stored by products; in a CUDA graph",
 }
-ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens. P GPUs share the experts, or
-under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P.
-The time on one GPU was measured on all GPUs at once, for fp8 in fp8, for a CUDA graph in one. The peer is a layer in
-the order of torchtitan's default dispatcher, written in public torch calls. Speed is the peer's time over this
-package's. Share is this package's peak memory over the peer's in the same run. FSDP2 uses NCCL's collectives or those
-of `interop.fsdp.CopyEngines`. Gradients travel in float32 or bfloat16, or the products of the weight gradients
-store them where they are summed. The last layer keeps its parameters after forward. The paper's Figure 7 shows only
-FSDP and prints no numbers."""
+ABOUT = """Weak scaling: every GPU has the case's tokens. P GPUs share the experts, or under FSDP2 the parameters of
+four layers. Efficiency is the time of forward and backward on one GPU over that on P. The time on one GPU was measured
+on all GPUs at once, for fp8 in fp8, for a CUDA graph in one. The peer is a layer in the order of torchtitan's default
+dispatcher, written in public torch calls. Speed is the peer's time over this package's. Share is this package's peak
+memory over the peer's. Gradients of FSDP2 travel in float32 or bfloat16, or the products of the weight gradients store
+them where they are summed. The last layer keeps its parameters after forward."""
 
 
 def rows() -> list[dict]:

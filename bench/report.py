@@ -361,7 +361,7 @@ def ablation_section(records: Records) -> list[str]:
 INTRODUCTION = """How to read the tables:
 
 - The bound is the time of the layer's matrix products alone in cuBLAS, with equal tokens per expert, no routing and no
-  activation. A fused layer can beat it, because it reads and writes less.
+  activation.
 - "cuBLAS and copies" runs the bound's products while another stream copies what a layer reads and writes beyond them.
 - `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`)
   with their former tiles.
@@ -372,10 +372,9 @@ INTRODUCTION = """How to read the tables:
 - Saved is what is kept for backward. The peak is that of the pass. Parameters, gradients and x are in neither.
 - A dash means: not run. torch's layer fails if its first product has more than 2^31 elements.
 
-The paper's numbers are from an H100 with torch 2.0.1. That GPU has two thirds of the memory bandwidth of this one, the
-baselines are three years older, and the paper's times and memory cannot be reproduced from the sources. So compare
-each system with the bound of its own run, and the paper's columns with one another. The paper's Tables 4 and 5 print
-ten times the time of its Table 2 for the same shape."""
+The paper's numbers are from an H100, which has two thirds of the memory bandwidth of this GPU, with torch 2.0.1, and
+cannot be reproduced from its sources. Compare them with one another alone. Its Tables 4 and 5 print ten times the time
+of its Table 2 for the same shape."""
 
 
 ERRORS = f"""The norm of the difference over the norm of the reference. The reference is the layer in float64 from the
@@ -383,15 +382,14 @@ same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tok
 stands the composition of bf16 torch operations over a routed buffer. Cells are the least and the greatest of the
 layers."""
 PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
-other's. Both were measured in one run on the same weights in transformers' memory order."""
+other's."""
 POWER = """NVML's mean over the second of calls. Cases in which all draw at least 95% of the card's limit are left out:
 there the ratio of two times is the ratio of their energies."""
 PROVENANCE = """`python -m bench.report` writes this page from the records in `bench/records/`. `bench/README.md` says
 how they are made. The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the
-GPU had been busy for that time. A busy card runs at the clock of its power limit, as in training. A card that was idle
-runs faster for a while."""
+GPU had been busy for that time."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all experts get equally many slots. Both
-are compared with the same layer with random routing in the same record. The ratio is of the times."""
+are compared with the same layer with random routing in the same record."""
 SMALL = """`save=None`, replays of a CUDA graph that rotate over token sets, which leave the L2 cache cold. The bound is
 the time to read the weights of the touched experts once, at the GB/s of a copy."""
 

@@ -9,8 +9,8 @@ TUNED = {
 }  # cases with low-rank factors
 ABOUT = """Models of transformers with random weights at the sizes of the named models, but with 4 layers and a
 vocabulary of 8,192, in bf16. A step is forward, loss, backward and AdamW. Generation makes one token for each sequence.
-Ratios are relative to "grouped_mm" in the same record, and above 1 is faster. Peak memory is that of the whole step,
-including weights and optimizer. Compiled steps use attention that is causal without a mask."""
+Ratios are relative to "grouped_mm" in the same record, and above 1 is faster. Peak memory includes weights and
+optimizer. Compiled steps use attention that is causal without a mask."""
 
 OF_TUNED = """peft's adapters of rank 16 on attention and experts, of which alone AdamW trains anything; eager, without
 checkpointing. Beside "grouped_mm" peft adds BA to the experts' weights in every forward."""
