@@ -1,4 +1,7 @@
-"""A token's results have the same bits whatever other tokens are in the batch, and however many."""
+"""A token's results have the same bits whatever other tokens are in the batch, and however many.
+
+Two results of Hopper's kernels are near instead, see `near`.
+"""
 
 from typing import NamedTuple
 
@@ -10,6 +13,7 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.cuda.runtime import Runtime
+from moeblaze_cupy.gemm.config import SPARE_RANKS
 
 E = 4
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -99,13 +103,31 @@ def batches(L, sides):
     return [*few, *(torch.arange(n) for n in sides), torch.arange(1, L)]
 
 
-def differing(got, want):
-    """How many rows differ in bits, and by how much, by the name of the result. NaN would differ from itself."""
+def near(device, dtype, options, whole):
+    """How far results may differ, by name; the others may not differ in a bit.
+
+    "weights": down_bwd adds the parts of a row's sum in an order that depends on the row's place in its tile (end() in
+    epilogue_bwd_sm90.cuh). These are some ten sums in float32, each rounded by 2^-24 of a sum of parts at most.
+    "out": down_fwd has the factors of up to 16 ranks before or behind the other products, as a bias beside them leaves
+    square tiles no room (`lora_in_spare`). A bf16 number next to another is 2^-7 of it away at most.
+    """
+    if device == "cpu" or dtype is torch.float32 or loader.device_limits(0).tier != "sm90":
+        return {}
+    largest = {name: float(value.abs().max()) for name, value in whole.items()}
+    found = {"weights": 2**-20 * largest["weights"]} if "weights" in whole else {}
+    if options.get("lora") and "b2" in options and options["lora"].a2.shape[1] <= SPARE_RANKS:
+        found["out"] = 2**-7 * largest["out"]
+    return found
+
+
+def differing(got, want, tolerance=None):
+    """How many rows differ, and by how much, by the name of the result. NaN would differ from itself."""
     found = {}
     for name in want:
         if not torch.equal(got[name], want[name]):
             difference = (got[name].double() - want[name].double()).abs()
-            found[name] = int(difference.any(1).sum()), len(difference), float(difference.max())
+            if not difference.max() <= (tolerance or {}).get(name, 0):
+                found[name] = int(difference.any(1).sum()), len(difference), float(difference.max())
     return found
 
 
@@ -134,15 +156,16 @@ def check(device, shape, dtype, launched, **options):
 
     whole = run(tokens)
     assert all(value.isfinite().all() and value.any() for value in whole.values())
-    differ = {}
+    tolerance, differ = near(device, dtype, options, whole), {}
     for number, places in enumerate(smaller):
         got = run([given[places] for given in tokens])
-        differ[number, len(places)] = differing(got, {name: value[places] for name, value in whole.items()})
+        want = {name: value[places] for name, value in whole.items()}
+        differ[number, len(places)] = differing(got, want, tolerance)
     crowd = [given.clone() for given in tokens]
     crowd[1][7:] = torch.arange(shape.k, dtype=torch.int32, device=device)  # experts of all tokens but seven
     got = run(crowd)
     few = [{name: value[:7] for name, value in found.items()} for found in (got, whole)]
-    differ |= {"crowd": differing(*few)}
+    differ |= {"crowd": differing(*few, tolerance)}
     assert not any(differ.values()), {batch: found for batch, found in differ.items() if found}
     return kernels
 
@@ -192,7 +215,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_another_order_of_slots_gives_other_bits(device, dtype):
-    """The comparison sees a sum in another order."""
+    """The comparison sees a sum in another order. On a GPU float32 holds the gradients' sums of fp16 rows exactly."""
     torch.manual_seed(0)
     shape = CPU if device == "cpu" else SHAPES["square tiles"]
     with torch.device(device):
@@ -201,7 +224,8 @@ def test_another_order_of_slots_gives_other_bits(device, dtype):
     turned = [tokens[0], tokens[1].flip(1).contiguous(), tokens[2].flip(1).contiguous(), tokens[3]]
     first, second = (results(given, weights, options) for given in (tokens, turned))
     second["weights"] = second["weights"].flip(1)
-    assert list(differing(second, first)) == ["out", "x"]
+    is_exact = device == "cuda" and dtype is torch.float16
+    assert list(differing(second, first)) == (["out"] if is_exact else ["out", "x"])
 
 
 @pytest.mark.parametrize("device", DEVICES)
