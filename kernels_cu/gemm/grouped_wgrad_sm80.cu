@@ -52,10 +52,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const __grid_constan
     Accumulators acc;
     main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int step, int part) {
         auto copy = [&](int i, int operand, const Rows& matrix, bool gathered, int start, int columns) {
-            const int row = first + step * BK + first_line() + i % K_ROWS * PASS_LINES;
-            const char* from = matrix.at(gathered ? tokens[i % K_ROWS] : row, start + chunk);
-            copy_chunk(stage + operand + copy_offset<false>(i), from + slab_column(i) * static_cast<int>(sizeof(element)),
-                       (row < last ? columns - start - chunk : 0) - slab_column(i));
+            const int row = first + step * BK + first_line() + i % K_ROWS * PASS_LINES, column = start + slab_column(i) + chunk;
+            const int of_row = gathered ? tokens[i % K_ROWS] : row;
+            if (TF32) {  // one address for all columns of a row, and no predicates that last: see copy_b of the other products
+                copy_chunk(stage + operand + copy_offset<false>(i), matrix.at(of_row, start + chunk) + slab_column(i) * 4,
+                           (row < last ? columns - start - chunk : 0) - slab_column(i));
+                return;
+            }
+            copy_chunk(stage + operand + copy_offset<false>(i), matrix.at(of_row, column), row < last ? columns - column : 0);
         };
 #pragma unroll
         for (int i = A_COPIES * part / COPY_PARTS; i < A_COPIES * (part + 1) / COPY_PARTS; ++i)
