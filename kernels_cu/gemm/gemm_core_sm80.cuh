@@ -173,11 +173,12 @@ struct Fragments {
     }
     // Rounds what was loaded for k8 step kk.
     __device__ __forceinline__ void round(int kk) {
-        if (!TF32) return;
+        if constexpr (TF32) {
 #pragma unroll
-        for (int w = 0; w < 16; ++w) {
-            a[kk & 1][w / 4][w % 4] = round_tf32(a[kk & 1][w / 4][w % 4]);
-            b[kk & 1][w / 4][w % 4] = round_tf32(b[kk & 1][w / 4][w % 4]);
+            for (int w = 0; w < 16; ++w) {
+                a[kk & 1][w / 4][w % 4] = round_tf32(a[kk & 1][w / 4][w % 4]);
+                b[kk & 1][w / 4][w % 4] = round_tf32(b[kk & 1][w / 4][w % 4]);
+            }
         }
     }
     __device__ __forceinline__ void multiply(Accumulators& acc, int kk) const {

@@ -103,10 +103,11 @@ def layer(
     columns = h * (1 + is_gated(activation))
     up, down = (E, d, columns), (E, h, d)
     shapes = up, (E, columns, d), (E, 1 + is_gated(activation)), down, (E, d, h), (E, 1)
-    if tuple(array.shape for array in weights) != shapes or weights_gate_up != gate_up:
-        expected = f"those of w1 {up} and w2 {down}, gate_up={gate_up!r}"
-        got = f"those of w1 {weights[0].shape} and w2 {weights[3].shape}, gate_up={weights_gate_up!r}"
-        raise checks.bad_value(function, "fp8_weights", expected, got)
+    if weights_gate_up != gate_up:
+        raise checks.bad_value(function, "fp8_weights.gate_up", repr(gate_up), repr(weights_gate_up))
+    if tuple(array.shape for array in weights) != shapes:
+        got = f"those of w1 {weights[0].shape} and w2 {weights[3].shape}"
+        raise checks.bad_value(function, "fp8_weights", f"those of w1 {up} and w2 {down}", got)
     for name, array in zip(NAMES, weights, strict=True):
         checks.dtype(function, name, array, ("float32",) if name.endswith("scales") else ("uint8", "float8_e4m3fn"))
         checks.contiguous(function, name, array)
