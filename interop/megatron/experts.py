@@ -188,7 +188,8 @@ class DelayedWeights(torch.autograd.Function):
     def forward(ctx: Any, experts: Any, x: Tensor, ids: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
         """The weights are arguments so that backward runs where x requires no gradient."""
         out: Tensor
-        out, ctx.saved = mb.moe_forward(x, ids, probs, fc1.transpose(1, 2), fc2.transpose(1, 2), **experts.options)
+        layer, tf32 = (x, ids, probs, fc1.transpose(1, 2), fc2.transpose(1, 2)), torch_arguments.in_tf32(x)
+        out, ctx.saved = mb.moe_forward(*layer, tf32=tf32, **experts.options)
         ctx.experts = experts
         return out
 

@@ -118,7 +118,7 @@ def moe(
     keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
     whose memory is freed after forward, as FSDP2 does.
     memory_limit: as of `moeblaze_cupy.moe_forward`. torch.compile calls such a layer between its graphs. Where else
-    operators are needed, and with lora or token_offsets, it is refused.
+    operators are needed, and with token_offsets, it is refused.
     Where torch multiplies float32 matrices on CUDA in TF32 (torch.backends.cuda.matmul.fp32_precision or allow_tf32, at
     the time of forward), products of float32 layers are in TF32 too, as with tf32=True of `moeblaze_cupy.moe_forward`.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does. Backward raises RuntimeError for a
@@ -149,7 +149,8 @@ def _in_tf32(options: LayerOptions, x: torch.Tensor) -> LayerOptions:
     """Returns the options with torch's setting for x in place of `tf32`."""
     if not torch_arguments.in_tf32(x):
         return options
-    fields: list[Any] = [*list(options)[:-1], True]
+    fields: list[Any] = list(options)
+    fields[LayerOptions._fields.index("tf32")] = True
     return LayerOptions(*fields)  # torch 2.6 compiles no `_replace`
 
 
@@ -540,8 +541,10 @@ class MoE(torch.nn.Module):
         checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
         if precision is not None:
             fp8_checks.form("MoE", d_model, d_hidden)
-        of_products = LayerOptions(precision=precision, memory_limit=memory_limit, fp8_wgrad=fp8_wgrad)
+        of_products = LayerOptions(gate_up=gate_up, precision=precision, memory_limit=memory_limit, fp8_wgrad=fp8_wgrad)
         fp8_checks.wgrad("MoE", of_products, d_hidden)
+        if fp8_wgrad and (expert_format is not None or lora_rank is not None):
+            raise checks.bad_value("MoE", "fp8_wgrad", "False with expert_format or lora_rank", True)
         self.precision, self.fp8_wgrad = precision, fp8_wgrad
         self._fp8 = torch_fp8.HeldFp8Weights()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
@@ -683,6 +686,8 @@ class MoE(torch.nn.Module):
         checks.one_of("MoE: quantize_experts", "format", format, WEIGHT_FORMATS)
         if self.precision is not None and format != "mxfp4":
             raise checks.bad_value("MoE: quantize_experts", "format", "'mxfp4' with precision='fp8'", repr(format))
+        if self.fp8_wgrad:
+            raise RuntimeError("MoE: quantize_experts: expected a layer of fp8_wgrad=False, got one of True")
         torch_quantised.check_widths("MoE: quantize_experts", format, *w2.shape[1:])
         made = quantised.quantize_experts(w1.transpose(1, 2), w2.transpose(1, 2), format)
         self.expert_format = format

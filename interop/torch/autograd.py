@@ -475,7 +475,8 @@ class EagerMoE(torch.autograd.Function):
         if ctx.shape is not None:
             grad_out = grad_out.reshape(x.shape)
         record_inputs(ctx, x, weights, gate, up, w2, *biases, *factors)
-        if options.precision is not None and fp8_weights is None and ctx.frozen is None:
+        is_packed = ctx.frozen is not None and ctx.frozen.forms  # and backward decodes it to e4m3
+        if options.precision is not None and fp8_weights is None and not is_packed:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=options.gate_up)
         needed_biases = (needed[6] or needed[7], needed[8]) if biases else ()
         arrays = LayerArrays(x, None, weights, gate, up, w2, *biases)

@@ -49,15 +49,15 @@ def wgrad(function: str, options: LayerOptions, h: int, x_in_e4m3: bool = False)
     if not options.fp8_wgrad:
         return
     others = {
-        "precision='fp8'": options.precision != "fp8",
-        "gate_up='halves'": options.gate_up == "interleaved",
-        "a reduced output": options.unreduced,
-        "memory_limit=None": options.memory_limit is not None,
-        "x in bf16": x_in_e4m3,
+        "without precision='fp8'": options.precision != "fp8",
+        "with gate_up='interleaved'": options.gate_up == "interleaved",
+        "with unreduced": options.unreduced,
+        "with memory_limit": options.memory_limit is not None,
+        "with x in e4m3": x_in_e4m3,
     }
-    for expected, is_missing in others.items():
-        if is_missing:
-            raise checks.bad_value(function, "fp8_wgrad", f"False without {expected}", True)
+    for where, is_so in others.items():
+        if is_so:
+            raise checks.bad_value(function, "fp8_wgrad", f"False {where}", True)
     if h % WGRAD_MULTIPLE:
         raise checks.bad_value(function, "fp8_wgrad", f"False unless h is a multiple of {WGRAD_MULTIPLE}", f"h = {h}")
 

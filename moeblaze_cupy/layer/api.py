@@ -276,6 +276,8 @@ def _forward_of_frozen(
     if layer.w1_up is not None:
         raise checks.bad_type(function, "w1", "arrays in a pair, or one QuantizedWeight of both", "a pair with one")
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
+    if options.fp8_wgrad:
+        raise checks.bad_value(function, "fp8_wgrad", "False with QuantizedWeight", options.fp8_wgrad)
     decoded: scratch.Decoded | scratch_e4m3.DecodedE4m3
     if options.precision is None:
         decoded = scratch.decoded(function, frozen)

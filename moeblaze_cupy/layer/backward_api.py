@@ -392,6 +392,8 @@ def run_backward(
             read_now = _read(function, record.framework, grad_out, saved)
             _check_apart(function, record.framework, read_now, saved, _arrays(buffers))
     else:
+        if saved.options.precision is not None and saved.fp8_weights is None:
+            raise checks.bad_value(function, "saved", "the e4m3 weights of its forward with precision='fp8'", None)
         call = _checked_backward(function, grad_out, saved, how, grad_scales, accumulate)
         if call.on_cpu:
             return _backward_on_cpu(call, grad_out, saved, how, grad_scales, accumulate, extras.wait)

@@ -59,7 +59,8 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
     others = s.options.unreduced, s.memory_limit is not None, s.gate_up == "interleaved", s.lora_rank
     if s.fp8_wgrad and (not s.precision or any(others) or s.h % multiple):
         expected = f"--precision fp8, h a multiple of {multiple}, --gate-up halves, and none of --unreduced, "
-        raise CommandError(f"--fp8-wgrad: expected {expected}--memory-limit and --lora-rank")
+        got = f"--precision {s.precision}, h {s.h}, --gate-up {s.gate_up}, --memory-limit {s.memory_limit}"
+        raise CommandError(f"--fp8-wgrad: expected {expected}--memory-limit and --lora-rank, got {got}")
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:

@@ -80,8 +80,9 @@ def test_moe_and_modules_are_the_layer():
 
 REFUSED = [
     (ValueError, "False without precision='fp8', got True", {"precision": None}),
-    (ValueError, "False without a reduced output, got True", {"unreduced": True, "weights": None}),
-    (ValueError, "False without memory_limit=None, got True", {"memory_limit": 2**40}),
+    (ValueError, "False with gate_up='interleaved', got True", {"gate_up": "interleaved"}),
+    (ValueError, "False with unreduced, got True", {"unreduced": True, "weights": None}),
+    (ValueError, "False with memory_limit, got True", {"memory_limit": 2**40}),
     (TypeError, "True or False, got 1", {"fp8_wgrad": 1}),
     (ValueError, "False unless h is a multiple of 64, got h = 80", {"h": 80}),
 ]
@@ -100,6 +101,23 @@ def test_what_is_not_served_is_named(error, expected, given):
     if "unreduced" not in given:
         with pytest.raises(error, match=f"^{re.escape(f'MoE: fp8_wgrad: expected {expected}')}$"):
             MoE(48, h, 3, 2, **given)
+
+
+def test_frozen_weights_and_factors_are_refused():
+    """They have no weight gradients, or none in e4m3."""
+    x, ids, weights, w1, w2, _ = tensors(Case(L=8, k=2, E=3, d=64, h=128))
+    packed = mb.quantize_experts(w1, w2, "mxfp4")
+    lora = mb.Lora(torch.zeros(3, 4, 64), torch.zeros(3, 256, 4))
+    for given, options in ((packed, {}), ((w1, w2), {"lora": lora})):
+        expected = f"False with {'lora' if options else 'QuantizedWeight'}, got True"
+        for function in (mb.moe_forward, moe):
+            with pytest.raises(ValueError, match=rf"^{function.__name__}: fp8_wgrad: expected {expected}$"):
+                function(x, ids, weights, *given, **options, **IN_FP8)
+    for options in ({"expert_format": "mxfp4"}, {"lora_rank": 4}):
+        with pytest.raises(ValueError, match=r"^MoE: fp8_wgrad: expected False with expert_format or lora_rank, got"):
+            MoE(64, 128, 3, 2, **options, **IN_FP8)
+    with pytest.raises(RuntimeError, match=r"^MoE: quantize_experts: expected a layer of fp8_wgrad=False, got"):
+        MoE(64, 128, 3, 2, **IN_FP8).quantize_experts("mxfp4")
 
 
 def test_deferred_weight_gradients_are_refused():

@@ -375,18 +375,20 @@ def test_training_lowers_the_loss_and_changes_the_trained_parameters_alone(exper
     assert changed == TRAINED
 
 
-@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("gate_up", ["halves", "interleaved"])
+@pytest.mark.parametrize("quantised", ["before", "in forward", "in both passes"])
 @pytest.mark.parametrize("save", ["minimal", "recompute", "fp8"])
-def test_beside_e4m3(save, is_given):
-    """The bits of the array functions, which tests/lora compares, with weights that were quantised before or not."""
+def test_beside_e4m3(save, quantised, gate_up):
+    """The bits of the array functions, which tests/lora compares, whenever the weights are quantised."""
     inputs, lora = case_of(BLOCKS, np.float32)
     inputs = [t.detach().bfloat16() if i in (0, 3, 4, 5) else t for i, t in enumerate(inputs)]
     inputs[0].requires_grad_()
     x, ids, weights, w1, w2, grad_out = inputs
-    options = {"precision": "fp8", "save": save}
-    if is_given:
-        options["fp8_weights"] = mb.quantize_weights(w1, w2)
-    got = gradients(moe(x, ids, weights, w1, w2, lora=lora, **options), grad_out, leaves_of(inputs, lora))
+    options = {"precision": "fp8", "save": save, "gate_up": gate_up}
+    if quantised == "before":
+        options["fp8_weights"] = mb.quantize_weights(w1, w2, gate_up=gate_up)
+    out = moe(x, ids, weights, w1, w2, lora=lora, keep_fp8_weights=quantised != "in both passes", **options)
+    got = gradients(out, grad_out, leaves_of(inputs, lora))
     x, ids, weights, w1, w2, grad_out = (t.detach() for t in inputs)
     factors = lora.with_factors(factor.detach() for factor in lora.factors)
     out, saved = mb.moe_forward(x, ids, weights, w1, w2, lora=factors, **options)
