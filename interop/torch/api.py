@@ -199,7 +199,7 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
     if not differentiable:
         extras = None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights)
         out = forward(layer, _unsaved(options), extras, "moe")[0]
-        return out if call.shape is None else torch_autograd.in_shape(out, call.shape)
+        return torch_autograd.in_shape(out, call.shape)
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
     # Owners take gradients of weights after those of x, which chunks do not leave to them.
