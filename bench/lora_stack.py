@@ -46,6 +46,7 @@ _GPT_OSS = {"activation": "swiglu_oai", "gate_up": "interleaved", "expert_bias":
 STACKS = {
     "qwen30b": Stack(48, 2048, 768, 128, 8, (32, 4), 128),
     "gptoss20b": Stack(24, 2880, 2880, 32, 4, (64, 8), 64, experts=_GPT_OSS),
+    "gptoss120b": Stack(36, 2880, 2880, 128, 4, (64, 8), 64, experts=_GPT_OSS),
 }
 TINY = {"tiny": Stack(2, 64, 64, 4, 2, (4, 2), 16, (48,), _GPT_OSS)}
 
