@@ -153,6 +153,7 @@ def test_schedules_and_clusters_change_no_bit(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("ranks", [(16, 64), (40, 16)])
 @pytest.mark.parametrize("gate_up", ["halves", "interleaved"])
 @pytest.mark.parametrize("save", ["minimal", "recompute", "fp8"])
@@ -161,8 +162,6 @@ def test_layer_on_a_gpu(save, gate_up, ranks):
     torch = pytest.importorskip("torch")
     from moeblaze_cupy import frameworks
 
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("products in e4m3 need Hopper")
     inputs, lora = problem(Case(L=2048, k=2, E=4, d=512, h=384, order="transposed", routing="absent"), ranks, BF16)
 
     def put(array):
