@@ -351,10 +351,9 @@ def test_weights_in_turn_on_the_gpu(save):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
 def test_products_in_e4m3_in_a_graph_on_the_gpu():
     """Replays give the bits of eager calls, with another layer's decoding before each."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("products in e4m3 are Hopper's alone")
     layers = [
         MoE(
             512, 256, 8, 2, device="cuda", dtype=torch.bfloat16, precision="fp8", gate_up=order, activation="swiglu_oai"
