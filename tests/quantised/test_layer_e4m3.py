@@ -209,12 +209,11 @@ def test_messages():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_on_the_gpu(options):
     """The bits of the layer on the test's e4m3."""
-    cupy = pytest.importorskip("cupy")
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("products in e4m3 are Hopper's alone")
+    import cupy
 
     def put(array):
         return cupy.asarray(array.view(np.uint16)).view(BF16) if array.dtype == BF16 else cupy.asarray(array)
