@@ -1,9 +1,9 @@
 """What a monitor of experts, and recorded and replayed routing, cost of a training step of a model of transformers.
 
-python -m bench.watched_steps --out FILE.json [--layers 4] [--compiled-layers 4]
+python -m bench.watched_steps --out FILE.json [--layers 4] [--compiled-layers 4] [--tokens 4096]
 
-A step is a forward with loss and backward of layers at the sizes of Qwen3-30B-A3B on 4,096 tokens, without an
-optimizer, eager and compiled. The arms are the same model, whose copies share their parameters: with nothing, with a
+A step is a forward with loss and backward of layers at the sizes of Qwen3-30B-A3B, without an optimizer, eager and
+compiled. The arms are the same model, whose copies share their parameters: with nothing, with a
 monitor, with what a step records, and with that replayed. Their order changes from round to round.
 """
 
@@ -19,7 +19,6 @@ import torch
 from bench import bench_transformers, inputs, measure, table
 
 FIRST, CALLS, ROUNDS = 4, 6, 15
-TOKENS = 4096
 
 
 def steps(case: bench_transformers.Model, compiles: bool) -> tuple[dict[str, Callable[[], None]], Any, Any]:
@@ -72,7 +71,7 @@ def measured(case: bench_transformers.Model, compiles: bool) -> list[dict]:
         raise RuntimeError(f"expected {tokens} tokens in each of {layers} layers, got {counted}, in all {forced}")
     for name, quartiles in times.items():
         more = quartiles["median"] / times["nothing"]["median"] - 1
-        rows.append({"mode": mode, "layers": layers, "arm": name, **quartiles, "more": more})
+        rows.append({"mode": mode, "layers": layers, "tokens": case.B * case.T, "arm": name, **quartiles, "more": more})
     return rows
 
 
@@ -80,10 +79,11 @@ def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.watched_steps", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4, help="of eager steps, 0 for none (%(default)s)")
     parser.add_argument("--compiled-layers", type=int, default=4, help="of compiled ones (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a step, one sequence (%(default)s)")
     parser.add_argument("--out", metavar="FILE.json", help="a record")
     args = parser.parse_args(argv or None)
     inputs.expect_gpu(parser)
-    case, rows = replace(bench_transformers.MODELS["qwen3_30b_a3b"], B=1, T=TOKENS), []
+    case, rows = replace(bench_transformers.MODELS["qwen3_30b_a3b"], B=1, T=args.tokens), []
     for compiles, layers in ((False, args.layers), (True, args.compiled_layers)):
         if layers:
             rows += measured(replace(case, sizes=case.sizes | {"num_hidden_layers": layers}), compiles)
