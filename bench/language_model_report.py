@@ -20,6 +20,7 @@ ARMS = {
     "recompute": "moeblaze-cupy, recompute",
     "save_fp8": "moeblaze-cupy, save fp8",
     "fp8": "moeblaze-cupy, products in fp8",
+    "fp8_wgrad": "moeblaze-cupy, fp8_wgrad",
 }
 EAGER = "eager"  # of bench.fine_tuning
 TUNED_HEAD = ["experts", "loss before", "seeds", "held-out loss, mean", "range", "minus eager, mean", "range"]

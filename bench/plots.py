@@ -204,7 +204,7 @@ def losses(records: Records) -> Figure | None:
     if not sizes:
         return None
     colors = {"fp32": INK, "grouped_mm": "#a3a3a3", "minimal": STYLES["moeblaze"][0], "recompute": "#e69138"}
-    colors |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5"}
+    colors |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5", "fp8_wgrad": "#38761d"}
     names, baseline = language_model_report.ARMS, language_model_report.BASELINE
     figure, panels = plt.subplots(
         len(sizes), 2, figsize=(9.0, 3.0 * len(sizes)), layout="constrained", squeeze=False, sharex="col"

@@ -8,7 +8,8 @@ The sizes "base" and "small" are for a GPU. On a CPU the size is "toy", which ta
 Arms see the same initial weights and the same batches of a seed. `fp32` is the reference: float32 throughout, TF32 off,
 experts in turn. The others have bfloat16 weights and activations: `grouped_mm` torch's grouped products, `minimal` and
 `recompute` this package's layer under that save policy, `save_fp8` under save="fp8", `fp8` with products in e4m3, whose
-weights are quantised in each step. Every arm's optimizer has float32 main weights.
+weights are quantised in each step, `fp8_wgrad` with weight gradients in e4m3, too. Every arm's optimizer has float32
+main weights.
 
 Letters: B sequences of T bytes per step, L = B*T tokens, d model width, E experts of hidden width h, k per token.
 """
@@ -38,6 +39,7 @@ OURS = {
     "recompute": {"save": "recompute"},
     "save_fp8": {"save": "fp8"},
     "fp8": {"save": "minimal", "precision": "fp8"},
+    "fp8_wgrad": {"save": "minimal", "precision": "fp8", "fp8_wgrad": True},
 }  # the options of this package's layer by arm
 ARMS = ("fp32", "grouped_mm", *OURS)
 VOCABULARY = 256
@@ -69,7 +71,7 @@ class Settings:
 SIZES = {
     "base": Settings(),  # 172 million parameters
     "small": Settings(layers=4, d=384, heads=6, E=16, h=192, B=32, T=512, steps=1500),
-    "toy": Settings(2, 32, 2, E=4, h=16, k=2, B=8, T=32, steps=40, lr=1e-2, held_out_windows=8, evaluate_every=10),
+    "toy": Settings(2, 32, 2, E=4, h=64, k=2, B=8, T=32, steps=40, lr=1e-2, held_out_windows=8, evaluate_every=10),
 }
 
 
