@@ -1,6 +1,7 @@
 """The layer, forward and forward with backward: this package, the cuBLAS bound, torch and the peers.
 
-And forward alone on small batches, as a step of inference calls it, beside the time to read the weights it touches.
+Sweeps of one number of a shape, forward with backward. And forward alone on small batches, as a step of inference
+calls it, beside the time to read the weights it touches.
 """
 
 import pytest
@@ -15,6 +16,7 @@ TINY_PROVIDERS = (
     *("cublas_bound", "cublas_and_traffic", "moeblaze", "moeblaze_recompute"),
     *("torch_grouped_mm", "torch_routed", "sonicmoe"),
 )
+SWEPT_PASS = ("forward_backward",)
 SMALL_SETS = 4  # of tokens, in turn, over the same weights
 
 
@@ -26,9 +28,14 @@ def defaults(name: str) -> tuple[str, str]:
 
 
 def pytest_generate_tests(metafunc):
-    small = set(cases.GROUPS["small"])
+    small, swept = set(cases.GROUPS["small"]), {*cases.GROUPS["granularity"], *cases.GROUPS["sparsity"]}
     if metafunc.function is test_small_batch:
         parametrize(metafunc, "small", lambda name, config: [(cases.LAYERS[name],)], [(cases.TINY,)], small)
+        return
+    if metafunc.function is test_sweep:
+        combinations = layer_specs(lambda name: ("quick,torch_grouped_mm,sonicmoe", "transposed"), SWEPT_PASS)
+        tiny = [(cases.TINY, "transposed", providers.PROVIDERS[n], *SWEPT_PASS) for n in ("cublas_bound", "moeblaze")]
+        parametrize(metafunc, "granularity,sparsity", combinations, tiny, swept)
         return
     tiny = [
         (case, "transposed", providers.PROVIDERS[name], what)
@@ -36,9 +43,8 @@ def pytest_generate_tests(metafunc):
         for name in TINY_PROVIDERS
         for what in ("forward", "forward_backward")
     ]
-    parametrize(
-        metafunc, "quick,table1,production,shapes,skewed", layer_specs(defaults), tiny, cases.LAYERS.keys() - small
-    )
+    others = cases.LAYERS.keys() - small - swept
+    parametrize(metafunc, "quick,table1,production,today,shapes,skewed", layer_specs(defaults), tiny, others)
 
 
 def test_layer(spec, current, time_device):
@@ -65,6 +71,12 @@ def test_layer(spec, current, time_device):
         back_to_back=True,
         **info,
     )
+
+
+@pytest.mark.benchmark(timer=measure.CLOCK, group="sweep")
+def test_sweep(spec, current, time_device):
+    """As `test_layer`, in a group of its own: the layer's tables leave these cases out."""
+    test_layer(spec, current, time_device)
 
 
 @pytest.mark.benchmark(timer=measure.CLOCK, group="small_batch")

@@ -101,6 +101,13 @@ NAMES = {
     "qwen30b": "Qwen3-30B-A3B",
     "dsv3": "DeepSeek-V3",
     "gptoss20b": "gpt-oss-20b",
+    "gptoss": "gpt-oss-120b",
+    "qwen3next": "Qwen3-Next-80B-A3B",
+    "glm45air": "GLM-4.5-Air",
+    "minimax_m2": "MiniMax-M2",
+    "kimi_k2_eighth": "Kimi-K2, an eighth",
+    "llama4scout": "Llama 4 Scout",
+    "marin": "marin's shape",
     "sonic7b": "SonicMoE's 7B",
     "readme": "SonicMoE's README",
     "conf4t": "paper's conf4, of its text",
@@ -228,11 +235,31 @@ _PRODUCTION = {
 }
 GPT_OSS_20B = LayerCase("gptoss20b", 16384, 2880, 2880, 32, 4, "gpt-oss-20b")
 
+# Layers of models that are trained and fine-tuned today, by their published configurations. L is ours: 16,384 tokens.
+# An eighth of Kimi-K2's 384 experts, with all k slots of 2,048 tokens on them, has as many rows as one of eight GPUs.
+_TODAY = {
+    "qwen3next": (16384, 2048, 512, 512, 10),
+    "glm45air": (16384, 4096, 1408, 128, 8),
+    "minimax_m2": (16384, 3072, 1536, 256, 8),
+    "kimi_k2_eighth": (2048, 7168, 2048, 48, 8),
+    "llama4scout": (16384, 5120, 8192, 16, 1),
+    "marin": (16384, 2560, 1280, 64, 4),
+}
+
+# The papers' sweeps: what many and small experts cost at equal products. Granularity: h by equal k*h and E*h, so the
+# weights stay as many. Sparsity: E by equal k and h, so the weights grow and each expert's rows become few.
+_SWEPT = {
+    "granularity": {f"granularity_h{h}": (32768, 2048, h, 65536 // h, 2048 // h) for h in (128, 256, 512, 1024, 2048)},
+    "sparsity": {f"sparsity_e{E}": (32768, 2048, 512, E, 8) for E in (16, 32, 64, 128, 256, 512)},
+}
+
 
 def _layers() -> dict[str, LayerCase]:
     cases = [*_table1(), *_table2(), *_ablation(), GATHER, ONE_EXPERT, GPT_OSS_20B]
     cases += [LayerCase(name, *shape, "SonicMoE's figure") for name, shape in _SONICMOE.items()]
     cases += [LayerCase(name, *shape, "production layer") for name, shape in _PRODUCTION.items()]
+    cases += [LayerCase(name, *shape, "trained today") for name, shape in _TODAY.items()]
+    cases += [LayerCase(name, *shape, sweep) for sweep, shapes in _SWEPT.items() for name, shape in shapes.items()]
     by_name = {case.name: case for case in cases}
     for L in _SMALL:
         by_name[f"qwen30b_{L}"] = replace(by_name["qwen30b"], name=f"qwen30b_{L}", L=L, source="small batches")
@@ -354,6 +381,8 @@ GROUPS = {
     "peers": ("conf3", "conf5", "qwen30b", "tab2_128k"),
     "experts": (GPT_OSS_20B.name, "gptoss", "gptoss_balanced"),
     "accuracy": ("conf5", "qwen30b", "olmoe", "readme", GPT_OSS_20B.name),
+    "today": (*_TODAY, GPT_OSS_20B.name, "gptoss"),
+    **{sweep: tuple(shapes) for sweep, shapes in _SWEPT.items()},
 }
 
 

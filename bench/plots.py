@@ -6,6 +6,7 @@ shapes and every system that was measured.
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -16,7 +17,7 @@ matplotlib.rcParams["svg.hashsalt"] = "moeblaze"  # the same file for the same r
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from bench import cases, language_model_report, parallel_report, transformers_report  # noqa: E402
+from bench import cases, language_model_report, parallel_report, sweep_report, transformers_report  # noqa: E402
 from bench.recorded import RECORDS, Records, title  # noqa: E402
 
 LONG_SEQUENCES = RECORDS / "long_sequences" / "h200.json"
@@ -166,6 +167,41 @@ def memory(records: Records) -> Figure:
         (200, 500, 1000, 2000, 5000, 10000),
         apart=0.22,
     )
+
+
+def swept(records: Records, sweep: str) -> Figure | None:
+    """Times the cuBLAS bound of a training pass by the number that a sweep changes: a panel per GPU, a line per
+    provider. None without a record."""
+    found = sweep_report.points(records, sweep)
+    if not found:
+        return None
+    changed, heading = sweep_report.SWEEPS[sweep]
+    figure, drawn = plt.subplots(
+        1, len(found), figsize=(max(5.5, 4.8 * len(found)), 3.6), layout="constrained", squeeze=False, sharey=True
+    )
+    numbers = [getattr(cases.LAYERS[name], changed) for name in cases.GROUPS[sweep]]
+    shape = cases.LAYERS[cases.GROUPS[sweep][0]]
+    by_label = {}
+    for axes, (gpu, series) in zip(drawn[0], found.items(), strict=True):
+        for provider in (name for name in STYLES if name in series):
+            color, marker = STYLES[provider]
+            of_provider = sorted(series[provider].items())
+            axes.plot(*zip(*of_provider, strict=True), color=color, marker=marker, label=label(provider))
+        axes.axhline(1, color=INK, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(numbers, map(str, numbers))
+        axes.set_xlim(numbers[0] / 1.2, numbers[-1] * 1.2)
+        axes.set_title(gpu, fontsize=10, loc="left", color=INK)
+        axes.set_xlabel(f"{changed}, logarithmic", fontsize=9, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        by_label |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    most = 1.05 * max(max(values.values()) for series in found.values() for values in series.values())
+    drawn[0][0].set_ylim(0.9, most)
+    drawn[0][0].set_yticks([tick for tick in drawn[0][0].get_yticks() if 0.9 <= tick <= most])
+    drawn[0][0].set_ylabel("times the cuBLAS bound", fontsize=9, color=INK)
+    figure.legend(by_label.values(), by_label, loc="outside lower center", fontsize=9, frameon=False, ncols=3)
+    figure.suptitle(f"{heading} (L {shape.L:,}, d {shape.d:,}, bf16)", fontsize=11, fontweight="bold", color=INK)
+    return figure
 
 
 def transformers(records: Records) -> Figure | None:
@@ -335,6 +371,7 @@ DRAWN = {
     "front.svg": front,
     "time_over_bound.svg": times,
     "memory.svg": memory,
+    **{f"{sweep}.svg": partial(swept, sweep=sweep) for sweep in sweep_report.SWEEPS},
     "transformers.svg": transformers,
     "losses.svg": losses,
     "parallel.svg": parallel,

@@ -18,6 +18,7 @@ from bench import (
     parallel_report,
     save_report,
     summary,
+    sweep_report,
     transformers_report,
 )
 from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, title
@@ -418,6 +419,7 @@ def results(records: Records) -> str:
     lines += accuracy_report.section(records.by_name.values())
     if skewed := skewed_section(records):
         lines += ["", "### Skewed routing", "", SKEWED, *skewed]
+    lines += sweep_report.section(records)
     if "small_batch" in groups:
         lines += ["", "### Small batches, forward alone", "", SMALL, *small_batch_section(records)]
     for group, heading, section in (

@@ -43,6 +43,7 @@ from bench import (  # noqa: E402
     watched_steps,
 )
 from bench.layer import Layer  # noqa: E402
+from bench.recorded import routed_mib  # noqa: E402
 from moeblaze_cupy import frameworks as arrays  # noqa: E402
 from moeblaze_cupy import reference  # noqa: E402
 from moeblaze_cupy.gemm import config as gemm_config  # noqa: E402
@@ -67,6 +68,24 @@ def test_shapes_are_possible(name):
     assert 1 <= case.k <= case.E
     assert case.d % 8 == 0 and case.h % 8 == 0  # else the portable kernels without 16-byte accesses would be timed
     assert case.slots < 2**31
+
+
+def test_models_of_today_and_sweeps_fit_80_gb_beside_torchs_layer():
+    """Weights, their gradients in bfloat16, float64 of the check, and twice what routed buffers keep."""
+    for name in (*cases.GROUPS["today"], *cases.GROUPS["granularity"], *cases.GROUPS["sparsity"]):
+        case = cases.LAYERS[name]
+        weights, checked = 2 * case.E * (case.first_columns + case.h) * case.d, 8 * 2 * case.L * case.d
+        assert 2 * weights + checked + 2 * routed_mib(case) * 2**20 < 40e9, name
+
+
+def test_a_sweep_changes_what_it_says_and_not_the_products():
+    for sweep, number, least, most in (("granularity", "h", 128, 2048), ("sparsity", "E", 16, 512)):
+        swept = [cases.LAYERS[name] for name in cases.GROUPS[sweep]]
+        changed = [getattr(case, number) for case in swept]
+        assert (changed[0], changed[-1]) == (least, most) and changed == sorted(set(changed))
+        assert len({case.flops("forward_backward") for case in swept}) == 1
+    fixed = {(case.L, case.d, case.E * case.h) for case in map(cases.LAYERS.get, cases.GROUPS["granularity"])}
+    assert len(fixed) == 1
 
 
 def test_table_1_is_the_papers():
@@ -636,7 +655,7 @@ def test_suites_run_and_their_record_says_what_it_is_of(record_path):
     suites = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
     if importlib.util.find_spec("transformers") is None:
         suites.remove("transformers")
-    assert {row["group"] for row in written["benchmarks"]} == {*suites, "small_batch"}
+    assert {row["group"] for row in written["benchmarks"]} == {*suites, "small_batch", "sweep"}
     rows = {(r["group"], r["extra_info"]["provider"], r["extra_info"].get("pass")): r for r in written["benchmarks"]}
     layer = rows["layer", "moeblaze", "forward_backward"]["extra_info"]
     assert layer["saved_mib"] > 0 and layer["times_bound"] > 0 and layer["tflops"] > 0
