@@ -26,6 +26,7 @@ import moeblaze_cupy as mb
 from bench import cases, fp8_quantize, fp8_torch, fp8_torchao, inputs, kernels, measure, table, verify
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
 from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.fp8 import wgrad
 from moeblaze_cupy.frameworks import Torch
 from moeblaze_cupy.gemm import variants as gemm_variants
 
@@ -35,6 +36,7 @@ E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.GROUP_COLUMNS
 TOLERANCE = 1.2e-2
 # Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.
 OTHERS = 5e-3
+WGRAD = "fp8, fp8_wgrad"  # weight gradients in e4m3, too; its forward is that of "fp8"
 PEER = "torch, fp8"
 RECIPES = tuple(fp8_torchao.RECIPES)
 PEERS = PEER, *(f"torchao, {recipe}" for recipe in RECIPES)
@@ -188,6 +190,10 @@ def precompile(names: list[str]) -> None:
         for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
             options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8, "fp8_saved": saved}
             found[gemm_variants.gemm_variant(entry, **common, **options)] = None
+            if entry == "down_bwd" and fp8:
+                found[gemm_variants.gemm_variant(entry, **common, **options, fp8_wgrad=True)] = None
+    found |= {wgrad.product_variant(entry, True, "bfloat16", False): None for entry in kernels.WGRADS}
+    found[loader.Variant("routed_fp8.cu", "")] = None
     for entry, split_k in itertools.product(kernels.WGRADS, both):
         found[gemm_variants.gemm_variant(entry, **common, split_k=split_k)] = None
     with ThreadPoolExecutor(16) as pool:
@@ -229,6 +235,7 @@ LAYERS = {  # how the layer is called, by name
     "fp8": {"precision": "fp8"},
     "fp8, save fp8": {"precision": "fp8", "save": "fp8"},
     "fp8, quantises": {"precision": "fp8"},  # the weights in every call
+    WGRAD: {"precision": "fp8", "fp8_wgrad": True},
 }
 
 
@@ -264,7 +271,7 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
 
     exact = both("bf16")()
     errors = {}
-    for kind in ("bf16, save fp8", "fp8"):
+    for kind in ("bf16, save fp8", "fp8", WGRAD):
         for key, value in both(kind)().items():
             if value is not None:
                 errors[f"{kind}: {key}"] = relative_difference(value, exact[key])
@@ -274,7 +281,7 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
     passes = {"forward": forward, "forward + backward": both}
     rows = []
     for title, make in passes.items():
-        calls = {kind: make(kind) for kind in LAYERS}
+        calls = {kind: make(kind) for kind in LAYERS if kind != WGRAD or make is both}
         seconds = in_turn(calls | {peer: of[title] for peer, of in running.items() if title in of}, window, rounds)
         found = errors if title != "forward" else errors_of_peers
         rows.append({"case": name, "kernel": title, "errors": found, "seconds": seconds})

@@ -10,6 +10,7 @@ from bench.table import number, span
 RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")
 PEER = "torch, fp8"
+WGRAD = "fp8, fp8_wgrad"
 # What a column of the layer's table has: a peer, a pass, and the kind of this package's call beside which it is timed.
 OF_TRAINING = "torchao's with backward", "torchao, rowwise", "forward + backward", "fp8, quantises"
 OF_PEERS = (
@@ -29,6 +30,9 @@ OF_PEER = """The last columns are a peer's time in fp8 over this package's. torc
 which quantise the weights in each call, and is compared with calls that do so, too."""
 OF_QUANTIZED = """Quantisation of x and of the weights: the time of a copy of as many bytes over the kernel's time,
 and TB/s."""
+OF_WGRAD = (
+    "A training pass with `fp8_wgrad=True`, whose weight gradients multiply e4m3, too, and their errors as below."
+)
 OF_ERRORS = """The norm of the difference from bf16's results over the norm of these, in thousandths: out and each
 gradient with `precision="fp8"`, then each gradient with only `save="fp8"`, whose out is that of bf16."""
 
@@ -71,6 +75,17 @@ def layer_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
     return lines
 
 
+def wgrad_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """Cells: case, bf16's time over that with `fp8_wgrad`, `precision="fp8"`'s over it, errors of w1 and w2 in
+    thousandths. None of records without it."""
+    lines = []
+    for case, row in ((case, rows[PASSES[1]]) for case, rows in found.items()):
+        if WGRAD in row["seconds"]:
+            errors = (number(1e3 * row["errors"][f"{WGRAD}: {name}"]) for name in ("w1", "w2"))
+            lines.append([case, speed(row, WGRAD), speed(row, WGRAD, "fp8"), *errors])
+    return lines
+
+
 def quantized_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
     """Cells: case, a copy's time over that of x, TB/s, both of the weights. None of records without these kernels."""
     lines = []
@@ -106,6 +121,8 @@ def headline() -> list[str]:
         f"Products in fp8: compared with bf16, a forward pass is {of_forward} times as fast and a training pass",
         f"{of_both} times, or {of_quantising} times if each pass quantises the weights ({len(found)} layers).",
     ]
+    if of_wgrad := [seconds["bf16"] / seconds[WGRAD] for seconds in both if WGRAD in seconds]:
+        lines.append(f"With weight gradients in e4m3 a training pass is {span(of_wgrad)} times as fast.")
     _, peer, _, kind = OF_TRAINING
     of_peer = [seconds[peer] / seconds[kind] for seconds in both if peer in seconds]
     if of_peer:
@@ -122,7 +139,7 @@ def section(table) -> list[str]:
     titles = [title for title, *_ in peers_of(found)]
     head = ["case", "forward", "with backward", "forward that quantises", "with backward", "over `_scaled_mm`"]
     gradients = ["x", "weights", "w1", "w2"]
-    quantized = quantized_rows(found)
+    quantized, wgrads = quantized_rows(found), wgrad_rows(found)
     head_quantized = ["case", "x, of a copy", "TB/s", "weights, of a copy", "TB/s"]
     return [
         *("", "## Products in e4m3", "", ABOUT, ""),
@@ -130,6 +147,7 @@ def section(table) -> list[str]:
         *("", OF_PRODUCTS, *table(["case", *PRODUCTS], products_rows(found))),
         *("", f"{OF_LAYERS} {OF_PEER}" if titles else OF_LAYERS),
         *table([*head, *titles], layer_rows(found)),
+        *(("", OF_WGRAD, *table(["case", "over bf16", "over fp8", "w1", "w2"], wgrads)) if wgrads else ()),
         *(("", OF_QUANTIZED, *table(head_quantized, quantized)) if quantized else ()),
         *("", OF_ERRORS),
         *table(["case", "out", *gradients, *(f"save: {name}" for name in gradients)], error_rows(found)),

@@ -9,20 +9,21 @@ from pathlib import Path
 
 
 def merge(note: str, records: list[dict]) -> dict:
-    """Rows of pytest-benchmark records of one commit and kind of GPU, in their order; the rest is the first one's, but
-    for the seconds of all runs together.
+    """Rows of records of one commit and kind of GPU, all of pytest-benchmark or all of bench.fp8, in their order; the
+    rest is the first one's, but for the seconds of all runs together.
 
     Raises ValueError where commit or GPU differ, or a row is there twice.
     """
-    rows = [row for record in records for row in record["benchmarks"]]
+    kind = "benchmarks" if "benchmarks" in records[0] else "rows"
+    rows = [row for record in records for row in record[kind]]
     for what, of in (("commit", lambda r: r["commit_info"]["id"]), ("GPU", lambda r: r["machine_info"]["gpu"])):
         if len(found := {of(record) for record in records}) > 1:
             raise ValueError(f"bench.merge: expected records of one {what}, got {', '.join(sorted(found))}")
-    names = [row["fullname"] for row in rows]
+    names = [row["fullname"] if kind == "benchmarks" else f"{row['case']}: {row['kernel']}" for row in rows]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"bench.merge: expected each row once, got again {', '.join(twice)}")
     seconds = [record["wall_s"] for record in records if "wall_s" in record]
-    return {"note": note, **records[0], "benchmarks": rows, **({"wall_s": sum(seconds)} if seconds else {})}
+    return {"note": note, **records[0], kind: rows, **({"wall_s": sum(seconds)} if seconds else {})}
 
 
 def main(*argv: str) -> None:

@@ -576,6 +576,14 @@ def test_runs_of_one_commit_are_merged(tmp_path):
     merge.main(str(tmp_path / "all"), "two runs", *paths[:2])
     merged = json.loads((tmp_path / "all").read_text())
     assert merged == {"note": "two runs", **record("c", "a", "b", "d")}  # of three seconds
+    parts = [{"case": "conf3", "kernel": kernel} for kernel in ("up_fwd", "forward")]
+    of_fp8 = [
+        {"machine_info": {"gpu": "a GPU"}, "commit_info": {"id": "c"}, "rows": [part], "wall_s": 2.0} for part in parts
+    ]
+    joined = merge.merge("of two windows", of_fp8)
+    assert (joined["rows"], joined["note"], joined["wall_s"]) == (parts, "of two windows", 4.0)
+    with pytest.raises(ValueError, match="got again conf3: up_fwd"):
+        merge.merge("", of_fp8[:1] * 2)
     for wrong, why in ((paths, "one commit, got c, e"), (paths[:1] * 2, "each row once, got again a, b")):
         with pytest.raises(ValueError, match=why):
             merge.main(str(tmp_path / "none"), "", *wrong)

@@ -127,3 +127,28 @@ def test_a_copy_of_many_bytes_is_one_of_fewer(monkeypatch):
     for nbytes, copied, times in ((64, 32, 1), (160, 32, 2.5), (48, 24, 1)):
         call, factor = fp8_quantize.copy_of(nbytes, torch.device("cpu"))
         assert call().numel() == copied and factor == times
+
+
+@pytest.mark.skipif(inputs.has_gpu(), reason="for machines without a GPU, where kinds are those of the reference")
+def test_the_layers_kinds_are_timed_and_wgrad_has_its_own_errors(monkeypatch):
+    """fp8_wgrad changes the gradients of the weights alone, and no forward."""
+    case = cases.LayerCase("tiny", 60, 128, 64, 5, 2, "test")
+    monkeypatch.setitem(cases.LAYERS, "tiny", case)
+    forward, both = fp8.layer_rows("tiny", inputs.layer_inputs(case), 1e-4, 2)
+    ours = set(forward["seconds"]) - {*fp8.PEERS}
+    assert fp8.WGRAD not in ours and set(both["seconds"]) == ours | {fp8.WGRAD} == {*fp8.LAYERS}
+    errors = both["errors"]
+    for name in ("out", "x", "weights"):
+        assert errors[f"{fp8.WGRAD}: {name}"] == errors[f"fp8: {name}"] > 0
+    for name in ("w1", "w2"):
+        assert errors[f"fp8: {name}"] < errors[f"{fp8.WGRAD}: {name}"] < 0.1
+    assert fp8_report.wgrad_rows({"tiny": {"forward": forward, "forward + backward": both}})[0][0] == "tiny"
+
+
+def test_the_report_has_weight_gradients_in_e4m3_where_they_were_timed():
+    assert fp8_report.WGRAD == fp8.WGRAD
+    seconds = {"bf16": 3e-3, "fp8": 2.4e-3}
+    plain = {"forward + backward": {"seconds": seconds, "errors": {}}}
+    errors = {f"{fp8.WGRAD}: w1": 0.0671, f"{fp8.WGRAD}: w2": 0.066}
+    with_wgrad = {"forward + backward": {"seconds": {**seconds, fp8.WGRAD: 2e-3}, "errors": errors}}
+    assert fp8_report.wgrad_rows({"first": plain, "second": with_wgrad}) == [["second", "1.50", "1.20", "67.1", "66.0"]]
