@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from bench import cases
-from bench.recorded import RECORDS, title
+from bench.recorded import RECORDS, Records, title
 from bench.table import PASSES, merged_layers, number, rows_of, span
 
 FOLDER = RECORDS / "other_gpus"
@@ -16,22 +16,32 @@ PEER = "torch_grouped_mm"
 SHOWN = PASSES[2:]  # calls back to back
 ABOUT = f"""Calls back to back on other GPUs. torch's time is that of {title(PEER)} over this package's, and the peak
 this package's over that of {title(PEER)}."""
+BESIDE = "The last columns are the same passes with backward on {}."
 
 
 def records() -> list[dict]:
-    """Raises ValueError for one without a layer to show."""
+    """Oldest first. Raises ValueError for one without a layer to show."""
     found = {path: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
     for path, record in found.items():
         if not layers(record):
             expected = f"a layer that ran both passes as moeblaze, cublas_bound and {PEER}"
             got = sorted({row["provider"] for row in rows_of(record, "layer")})
             raise ValueError(f"bench.report: {path.name}: expected {expected}, got none among the providers {got}")
-    return list(found.values())
+    return sorted(found.values(), key=lambda record: record["datetime"])
 
 
 def name_of(record: dict) -> str:
     """Of the GPU, and of the kernels where bench.card chose them."""
     return record["machine_info"]["gpu"] + (", portable kernels" if "tier" in record else "")
+
+
+def by_gpu() -> dict[str, list[dict]]:
+    """Rows of `layers` by `name_of`, of the newest record that has the case, in the order of cases."""
+    found: dict[str, dict[str, dict]] = {}
+    for record in records():
+        of_gpu = found.setdefault(name_of(record), {})
+        of_gpu |= {row["case"]: row for row in layers(record)}
+    return {gpu: [rows[case] for case in cases.LAYERS if case in rows] for gpu, rows in found.items()}
 
 
 def layers(record: dict) -> list[dict]:
@@ -44,38 +54,71 @@ def layers(record: dict) -> list[dict]:
             of_passes = {what: (ours[what], ours[f"{what}_ratio"], peer[what] / ours[what]) for what in SHOWN}
             more = peer["peak_mib"] - ours["peak_mib"]
             peaks = {"peak": ours["peak_mib"] / peer["peak_mib"], "peer_more_mib": more}
-            found.append({"case": case, "passes": of_passes, **peaks})
+            found.append({"case": case, "passes": of_passes, **peaks, "source": source_of(record)})
     return found
+
+
+def source_of(record: dict) -> str:
+    """The GPU, its power limit, driver and torch, and the commit."""
+    machine = record["machine_info"]
+    of_card = f"{name_of(record)}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
+    return f"{of_card}, commit `{record['commit_info']['id']}`"
 
 
 def headline() -> list[str]:
     """One sentence for each GPU; none without a record."""
     lines = []
-    for record in records():
-        rows = layers(record)
+    for gpu, rows in by_gpu().items():
         bound, speed = ([row["passes"][SHOWN[1]][i] for row in rows] for i in (1, 2))
         lines += [
-            f"{name_of(record)}: a training pass takes {span(bound)} times as long as its products in",
+            f"{gpu}: a training pass takes {span(bound)} times as long as its products in",
             f"cuBLAS, and torch's `grouped_mm` {span(speed)} times as long as this layer "
             f"(median {statistics.median(speed):.2f}, {len(rows)} layers).",
         ]
     return lines
 
 
-def section(table: Callable[[list[str], Iterable[list[str]]], list[str]]) -> list[str]:
-    """Lines of docs/results.md; none without a record."""
+def of_tables(main: Records) -> tuple[dict[str, tuple[float, float]], dict[str, list[str]]]:
+    """A training pass on the GPU of the page's tables by case: times the bound, and torch's time over this package's,
+    each over the bound of its own run. And the commits of the records, by GPU."""
+    newest = {
+        (entry["case"], entry["provider"]): (entry, record)
+        for record in main.by_name.values()
+        for entry in merged_layers(rows_of(record, "layer"))
+        if f"{SHOWN[1]}_ratio" in entry and entry["order"] == "transposed"
+    }
+    found, commits = {}, {}
+    for case in (case for case, provider in newest if provider == "moeblaze" and (case, PEER) in newest):
+        pair = [newest[case, provider] for provider in ("moeblaze", PEER)]
+        ours, torchs = (entry[f"{SHOWN[1]}_ratio"] for entry, _ in pair)
+        found[case] = ours, torchs / ours
+        for _, record in pair:
+            commits.setdefault(name_of(record), {})[record["commit_info"]["id"]] = None
+    return found, {gpu: list(of_gpu) for gpu, of_gpu in commits.items()}
+
+
+def section(table: Callable[[list[str], Iterable[list[str]]], list[str]], main: Records) -> list[str]:
+    """Lines of docs/results.md, with the figures of `main`'s GPU beside another's; none without a record."""
     lines = []
-    for record in records():
-        machine = record["machine_info"]
-        rows = []
-        for row in layers(record):
+    beside, commits = of_tables(main)
+    for gpu, rows in by_gpu().items():
+        is_another = not any(gpu.startswith(name) for name in commits) and any(row["case"] in beside for row in rows)
+        lines += ["", "; ".join(dict.fromkeys(row["source"] for row in rows)) + "."]
+        passes = ("forward", "with backward")
+        head = [f"{name}{what}" for name in passes for what in (", ms", ", over bound", ", torch's time")]
+        head = ["case", *head, "our peak over its"]
+        if is_another:
+            of_main = (f"{name}, commit {', '.join(f'`{c}`' for c in ids)}" for name, ids in commits.items())
+            lines += [BESIDE.format(" and ".join(of_main))]
+            head += ["there, over bound", "there, torch's time"]
+        made = []
+        for row in rows:
             cells = [row["case"]]
             for seconds, bound, speed in row["passes"].values():
                 cells += [number(seconds * 1e3), f"{bound:.2f}", f"{speed:.2f}"]
-            rows.append([*cells, f"{row['peak']:.2f}"])
-        about = f"{name_of(record)}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
-        lines += ["", f"{about}, commit `{record['commit_info']['id']}`."]
-        passes = ("forward", "with backward")
-        head = [f"{name}{what}" for name in passes for what in (", ms", ", over bound", ", torch's time")]
-        lines += table(["case", *head, "our peak over its"], rows)
+            cells.append(f"{row['peak']:.2f}")
+            if is_another:
+                cells += [f"{value:.2f}" for value in beside[row["case"]]] if row["case"] in beside else ["-", "-"]
+            made.append(cells)
+        lines += table(head, made)
     return ["", "## Other GPUs", "", ABOUT, *lines] if lines else []

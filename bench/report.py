@@ -32,8 +32,8 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
     """A Markdown table; the first column is text, the others are numbers."""
-    align = ["---", *["---:"] * (len(head) - 1)]
-    return ["", *("| " + " | ".join(cells) + " |" for cells in (head, align, *rows)), ""]
+    first, *lines = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
+    return ["", first, f"|---|{'---:|' * (len(head) - 1)}", *lines, ""]
 
 
 def ms(seconds: float | None) -> str:
@@ -439,7 +439,7 @@ def results(records: Records) -> str:
     lines += transformers_report.section(list(records.by_name.values()), table)
     lines += language_model_report.section(table)
     lines += parallel_report.section(table)
-    lines += other_gpus.section(table)
+    lines += other_gpus.section(table, records)
     lines += ["", "## Where the figures come from", "", PROVENANCE, *sources(records)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 

@@ -83,12 +83,9 @@ def _table(records: Records) -> list[str]:
     torchs = _layers(records, "torch_grouped_mm")
     name = f"One layer, {_gpu(records)}, {len(torchs)} shapes"
     rows.append([name, *_of_layers(torchs), *_of_layers(_layers(records, "sonicmoe"))])
-    for record in other_gpus.records():
-        found = [
-            {"time": row["passes"][other_gpus.SHOWN[1]][2], "more": row["peer_more_mib"]}
-            for row in other_gpus.layers(record)
-        ]
-        name = f"One layer, {other_gpus.name_of(record)}, {len(found)} shapes"
+    for gpu, of_gpu in other_gpus.by_gpu().items():
+        found = [{"time": row["passes"][other_gpus.SHOWN[1]][2], "more": row["peer_more_mib"]} for row in of_gpu]
+        name = f"One layer, {gpu}, {len(found)} shapes"
         rows.append([name, *_of_layers(found), *not_run])
     for (case, what), (ours, base) in transformers_report.steps(list(records.by_name.values())).items():
         if case in STEPS_SHOWN:
