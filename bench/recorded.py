@@ -40,8 +40,10 @@ class Records:
     by_name: dict[str, dict]
 
     @classmethod
-    def load(cls, folder: Path = RECORDS) -> "Records":
-        found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    def load(cls, folder: Path = RECORDS, others: tuple[str, ...] = ()) -> "Records":
+        """Those of a folder, without what the names in `others` are of."""
+        paths = (path for path in sorted(folder.glob("*.json")) if path.stem not in others)
+        found = {path.stem: json.loads(path.read_text()) for path in paths}
         return cls(dict(sorted(found.items(), key=lambda item: (item[1]["datetime"], item[0]))))
 
     def rows(self, group: str) -> list[dict]:

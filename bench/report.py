@@ -20,6 +20,7 @@ from bench import (
     summary,
     sweep_report,
     transformers_report,
+    two_gpus,
 )
 from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, title
 from bench.table import PASSES, number, span
@@ -440,6 +441,7 @@ def results(records: Records) -> str:
     lines += language_model_report.section(table)
     lines += parallel_report.section(table)
     lines += other_gpus.section(table, records)
+    lines += two_gpus.section(table, records)
     lines += ["", "## Where the figures come from", "", PROVENANCE, *sources(records)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 

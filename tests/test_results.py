@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from bench import cases, other_gpus, report, summary
+from bench import cases, other_gpus, report, summary, two_gpus
 from bench.recorded import Records, routed_mib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -574,3 +574,35 @@ def test_transformers_have_a_plot():
     figure = plots.transformers(Records({"record": transformers_record()}))
     assert "(a GPU, bf16)" in figure.get_suptitle()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Tokens per second", "Peak memory, GiB"]
+
+
+def test_other_suites_of_two_gpus_stand_side_by_side(tmp_path, records):
+    """The rows that both have, from this package's records as if another GPU had been 1.5 times as far from bounds."""
+    folder = tmp_path / "h100"
+    folder.mkdir()
+    assert two_gpus.section(report.table, records, tmp_path) == []
+    about = {"machine_info": {"gpu": "another GPU"}, "commit_info": {"id": "other12"}}
+    dispatch = json.loads((RECORDS / "h200-dispatch.json").read_text())
+    times = {}
+    for row in dispatch["benchmarks"]:
+        extra = row["extra_info"]
+        if extra["provider"] == "moeblaze" and extra["case"] in ("qwen3_1m", "dsv3_1m"):
+            times[extra["case"]] = extra["times_bound"]
+            extra["times_bound"] *= 1.5
+        elif "times_bound" in extra:
+            del extra["times_bound"]
+    (folder / "dispatch.json").write_text(json.dumps(dispatch | about))
+    fp8 = json.loads((RECORDS / "fp8" / "h200.json").read_text())
+    fp8["rows"] = [row for row in fp8["rows"] if row["case"] == "readme"]
+    speeds = {
+        row["kernel"]: row["seconds"]["bf16"] / row["seconds"]["fp8"] for row in fp8["rows"] if "fp8" in row["seconds"]
+    }
+    (folder / "fp8.json").write_text(json.dumps(fp8 | about))
+    text = "\n".join(two_gpus.section(report.table, records, tmp_path))
+    least, most = min(times.values()), max(times.values())
+    cells = f"{least:.2f} to {most:.2f} | {1.5 * least:.2f} to {1.5 * most:.2f}"
+    assert f"| dispatch of a million tokens, times a copy | 2 | {cells} |" in text
+    for words, what in (("forward", "forward"), ("training pass", "forward + backward")):
+        one = f"{speeds[what]:.2f} to {speeds[what]:.2f}"
+        assert f"| {words} in fp8, times the speed of bf16 | 1 | {one} | {one} |" in text
+    assert "another GPU, commits `other12`." in text and "cuBLAS" not in text and "fp8_wgrad" not in text
