@@ -114,8 +114,8 @@ def text_rows(record: dict) -> list[list[str]]:
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
-    align = ["---", "---", *["---:"] * (len(head) - 2)]
-    return ["", *("| " + " | ".join(cells) + " |" for cells in (head, align, *rows)), ""]
+    first, *lines = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
+    return ["", first, f"|---|---|{'---:|' * (len(head) - 2)}", *lines, ""]
 
 
 def beside_others(found: dict[tuple[str, str], dict[str, Errors]]) -> list[str]:

@@ -54,15 +54,28 @@ def layers(record: dict) -> list[dict]:
             of_passes = {what: (ours[what], ours[f"{what}_ratio"], peer[what] / ours[what]) for what in SHOWN}
             more = peer["peak_mib"] - ours["peak_mib"]
             peaks = {"peak": ours["peak_mib"] / peer["peak_mib"], "peer_more_mib": more}
-            found.append({"case": case, "passes": of_passes, **peaks, "source": source_of(record)})
+            about = {"card": card_of(record), "commit": record["commit_info"]["id"]}
+            found.append({"case": case, "passes": of_passes, **peaks, **about})
     return found
 
 
-def source_of(record: dict) -> str:
-    """The GPU, its power limit, driver and torch, and the commit."""
+def card_of(record: dict) -> str:
+    """The GPU, its power limit, driver and torch."""
     machine = record["machine_info"]
-    of_card = f"{name_of(record)}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
-    return f"{of_card}, commit `{record['commit_info']['id']}`"
+    return f"{name_of(record)}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
+
+
+def sources(rows: list[dict]) -> str:
+    """Each card and commit of the rows, where there are several with their cases."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        found.setdefault((row["card"], row["commit"]), []).append(row["case"])
+    lines, before = [], None
+    for (card, commit), names in found.items():
+        about = f"commit `{commit}`" + (f" ({', '.join(names)})" if len(found) > 1 else "")
+        lines.append(about if card == before else f"{card}, {about}")
+        before = card
+    return "; ".join(lines) + "."
 
 
 def headline() -> list[str]:
@@ -103,7 +116,7 @@ def section(table: Callable[[list[str], Iterable[list[str]]], list[str]], main: 
     beside, commits = of_tables(main)
     for gpu, rows in by_gpu().items():
         is_another = not any(gpu.startswith(name) for name in commits) and any(row["case"] in beside for row in rows)
-        lines += ["", "; ".join(dict.fromkeys(row["source"] for row in rows)) + "."]
+        lines += ["", sources(rows)]
         passes = ("forward", "with backward")
         head = [f"{name}{what}" for name in passes for what in (", ms", ", over bound", ", torch's time")]
         head = ["case", *head, "our peak over its"]

@@ -120,8 +120,10 @@ def single_calls(records: Records) -> list[str]:
 
 
 def shapes_section(records: Records) -> list[str]:
-    """What the cases of the layer's tables are; [] without one."""
-    named = [name for name in cases.LAYERS if any(key[0] == name for key in records.entries())]
+    """What the cases of the layer's tables are, those of other GPUs included; [] without one."""
+    found = {key[0] for key in records.entries()}
+    found |= {row["case"] for rows in other_gpus.by_gpu().values() for row in rows} if found else set()
+    named = [name for name in cases.LAYERS if name in found]
     shapes = [cases.LAYERS[name] for name in named]
     rows = [
         [cases.NAMES.get(s.name, s.source), f"`{s.name}`", *(f"{n:,}" for n in (s.L, s.d, s.h, s.E, s.k))]

@@ -13,8 +13,9 @@ SWEEPS = {
     "granularity": ("h", "Granularity: h by equal k*h and E*h"),
     "sparsity": ("E", "Sparsity: E by equal k and h"),
 }
-ABOUT = """A training pass of `granularity` has the same products and as many weights at every h. One of `sparsity` has
-the same products at every E, and weights that grow with E. L is 32,768 and d 2,048. Calls are back to back."""
+ABOUT = """Training passes back to back with L 32,768 and d 2,048. `granularity` has k\\*h = 2,048 and E\\*h = 65,536:
+as many products and weights at every h. `sparsity` has k = 8 and h = 512: the same products, and weights that grow with
+E."""
 
 
 def points(records: Records, sweep: str) -> dict[str, dict[str, dict[int, float]]]:

@@ -384,7 +384,7 @@ def test_two_records_of_another_gpu_are_one_table_beside_the_pages_gpu(tmp_path,
         row["extra_info"]["back_to_back_ms"] *= 3 if row["extra_info"]["provider"] == "moeblaze" else 2
     for name, made in (("b", record), ("a", newer)):
         (tmp_path / f"{name}.json").write_text(json.dumps(made))
-    before = other_gpus.by_gpu()[record["machine_info"]["gpu"]]
+    before = other_gpus.layers(record)
     monkeypatch.setattr(other_gpus, "FOLDER", tmp_path)
     ((_, rows),) = other_gpus.by_gpu().items()
     both = other_gpus.SHOWN[1]
@@ -392,7 +392,7 @@ def test_two_records_of_another_gpu_are_one_table_beside_the_pages_gpu(tmp_path,
         factor = 1.5 if row["case"] == "conf3" else 1
         assert row["passes"][both][1] == pytest.approx(factor * was["passes"][both][1])
     text = "\n".join(other_gpus.section(report.table, records))
-    assert "commit `b988029`; NVIDIA H100" in text and "commit `newer12`.\n" in text
+    assert ", commit `b988029` (conf1, conf2, conf4," in text and "; commit `newer12` (conf3).\n" in text
     ours, torchs = (records.entries()["conf3", "transposed", n][f"{both}_ratio"] for n in ("moeblaze", other_gpus.PEER))
     assert re.search(rf"^\| conf3 \|.* \| {ours:.2f} \| {torchs / ours:.2f} \|$", text, re.MULTILINE)
     assert len(other_gpus.headline()) == 2 and "there, over bound" not in "\n".join(
