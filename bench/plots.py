@@ -1,7 +1,7 @@
 """The plots of the README and of docs/results.md, drawn from the records. SVG, through matplotlib.
 
-`front` is the README's: five layers, three systems, every bar with its figure. `times` and `memory` show all fifteen
-shapes and every system that was measured.
+`front` is the README's: five layers, three systems, every bar with its figure. `times` and `memory` show all
+shapes and the systems that were measured on more than one.
 """
 
 import json

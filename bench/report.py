@@ -80,15 +80,27 @@ def sources(records: Records) -> list[str]:
     return ["", f"Records are of {most}, unless they say otherwise.", *lines, *notes]
 
 
+def _more_than_one(keys: Iterable[tuple[str, str, str]]) -> set[str]:
+    """Providers in keys of case, order and provider, but for other layers that ran on one of many cases: the table of
+    layers in the same run has these."""
+    cases_of: dict[str, set[str]] = {}
+    for case, _, provider in keys:
+        cases_of.setdefault(provider, set()).add(case)
+    many = max(map(len, cases_of.values()), default=0) > 1
+    return {name for name, found in cases_of.items() if len(found) > 1 or name in OURS or not many}
+
+
 def layer_section(records: Records, what: str, heading: str) -> list[str]:
     """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's.
     [] where no record has this."""
     entries = {key: entry for key, entry in records.entries().items() if what in entry}
     if not entries:
         return []
+    shown = _more_than_one(entries)
     columns = [
         (name, order)
         for name in (*OURS, *TITLES)
+        if name in shown
         for order in ("transposed", "row")
         if name != "cublas_bound"
         and (name, order) != ("cublas_and_traffic", "row")
@@ -133,7 +145,8 @@ def shapes_section(records: Records) -> list[str]:
 
 
 def peer_section(records: Records) -> list[str]:
-    found = beside_peers(records)
+    """Peers by case; torch has a column in the layer's tables."""
+    found = {key: times for key, times in beside_peers(records).items() if key[1] != "torch_grouped_mm"}
     shown = (*(what for what in PASSES if what.endswith("back_to_back")), "peak")
     rows = [
         [case, title(name), *(ratio(found[case, name].get(what)) for what in shown)]
@@ -152,7 +165,8 @@ def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], l
         for (case, order, provider), entry in records.entries().items()
         if order == "transposed" and entry.get(figure) is not None
     }
-    providers = [name for name in (*OURS, *TITLES) if any(key[1] == name for key in entries)]
+    shown = _more_than_one((case, "transposed", provider) for case, provider in entries)
+    providers = [name for name in (*OURS, *TITLES) if name in shown]
     return entries, providers, [name for name in cases.LAYERS if any(key[0] == name for key in entries)]
 
 

@@ -80,9 +80,10 @@ def _gpu(records: Records) -> str:
 def _table(records: Records) -> list[str]:
     """Time and memory of other layers beside this one: layers by GPU, then steps of whole models."""
     rows, not_run = [], ["not run", "not run"]
-    torchs = _layers(records, "torch_grouped_mm")
+    torchs, sonicmoe = (_layers(records, name) for name in ("torch_grouped_mm", "sonicmoe"))
     name = f"One layer, {_gpu(records)}, {len(torchs)} shapes"
-    rows.append([name, *_of_layers(torchs), *_of_layers(_layers(records, "sonicmoe"))])
+    name += f" (SonicMoE: {len(sonicmoe)})" if len(sonicmoe) != len(torchs) else ""
+    rows.append([name, *_of_layers(torchs), *_of_layers(sonicmoe)])
     for gpu, of_gpu in other_gpus.by_gpu().items():
         found = [{"time": row["passes"][other_gpus.SHOWN[1]][2], "more": row["peer_more_mib"]} for row in of_gpu]
         name = f"One layer, {gpu}, {len(found)} shapes"

@@ -293,7 +293,8 @@ def test_readme_compares_layers_as_the_records_do():
     cells = []
     for theirs in found.values():
         cells += of_layers([(time / ours[case][0], mib - ours[case][1]) for case, (time, mib) in theirs.items()])
-    assert readme_rows()["One layer, NVIDIA H200, 15 shapes"] == cells and len(found["sonicmoe"]) == 15
+    torchs, sonicmoe = map(len, found.values())
+    assert readme_rows()[f"One layer, NVIDIA H200, {torchs} shapes (SonicMoE: {sonicmoe})"] == cells and sonicmoe == 15
     by_case: dict[str, dict] = {}
     for (case, what, provider), extra in of_h100().items():
         if what == "forward_backward" and "back_to_back_ms" in extra and extra["order"] == "transposed":
