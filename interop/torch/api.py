@@ -542,9 +542,8 @@ class MoE(torch.nn.Module):
         if precision is not None:
             fp8_checks.form("MoE", d_model, d_hidden)
         of_products = LayerOptions(gate_up=gate_up, precision=precision, memory_limit=memory_limit, fp8_wgrad=fp8_wgrad)
-        fp8_checks.wgrad("MoE", of_products, d_hidden)
-        if fp8_wgrad and (expert_format is not None or lora_rank is not None):
-            raise checks.bad_value("MoE", "fp8_wgrad", "False with expert_format or lora_rank", True)
+        beside = {"factors": lora_rank is not None, "packed": expert_format is not None}
+        fp8_checks.wgrad("MoE", of_products, d_hidden, **beside)
         self.precision, self.fp8_wgrad = precision, fp8_wgrad
         self._fp8 = torch_fp8.HeldFp8Weights()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
@@ -686,8 +685,8 @@ class MoE(torch.nn.Module):
         checks.one_of("MoE: quantize_experts", "format", format, WEIGHT_FORMATS)
         if self.precision is not None and format != "mxfp4":
             raise checks.bad_value("MoE: quantize_experts", "format", "'mxfp4' with precision='fp8'", repr(format))
-        if self.fp8_wgrad:
-            raise RuntimeError("MoE: quantize_experts: expected a layer of fp8_wgrad=False, got one of True")
+        of_products = LayerOptions(precision=self.precision, fp8_wgrad=self.fp8_wgrad)
+        fp8_checks.wgrad("MoE: quantize_experts", of_products, self._d_hidden, packed=True)
         torch_quantised.check_widths("MoE: quantize_experts", format, *w2.shape[1:])
         made = quantised.quantize_experts(w1.transpose(1, 2), w2.transpose(1, 2), format)
         self.expert_format = format

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from moeblaze_cupy import checks
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
@@ -42,9 +44,17 @@ def row_precision(function: str, row_precision: Any, precision: Any) -> None:
         raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
 
 
-def wgrad(function: str, options: LayerOptions, h: int, x_in_e4m3: bool = False) -> None:
-    """Checks fp8_wgrad beside the other options."""
-    if not isinstance(options.fp8_wgrad, bool):
+def wgrad(
+    function: str,
+    options: LayerOptions,
+    h: int,
+    *,
+    rows_in_e4m3: bool = False,
+    factors: bool = False,
+    packed: bool = False,
+) -> None:
+    """Checks fp8_wgrad beside the other options, and beside what a layer has. packed: w1 or w2."""
+    if not isinstance(options.fp8_wgrad, (bool, np.bool_)):
         raise checks.bad_type(function, "fp8_wgrad", "True or False", repr(options.fp8_wgrad))
     if not options.fp8_wgrad:
         return
@@ -53,7 +63,9 @@ def wgrad(function: str, options: LayerOptions, h: int, x_in_e4m3: bool = False)
         "with gate_up='interleaved'": options.gate_up == "interleaved",
         "with unreduced": options.unreduced,
         "with memory_limit": options.memory_limit is not None,
-        "with x in e4m3": x_in_e4m3,
+        "with rows in e4m3": rows_in_e4m3,
+        "with low-rank factors": factors,
+        "with packed weights": packed,
     }
     for where, is_so in others.items():
         if is_so:

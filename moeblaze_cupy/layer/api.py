@@ -276,8 +276,6 @@ def _forward_of_frozen(
     if layer.w1_up is not None:
         raise checks.bad_type(function, "w1", "arrays in a pair, or one QuantizedWeight of both", "a pair with one")
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
-    if options.fp8_wgrad:
-        raise checks.bad_value(function, "fp8_wgrad", "False with QuantizedWeight", options.fp8_wgrad)
     decoded: scratch.Decoded | scratch_e4m3.DecodedE4m3
     if options.precision is None:
         decoded = scratch.decoded(function, frozen)
@@ -397,7 +395,9 @@ def _checked_forward(
         if extras.lora is not None and options.save is not None:
             lora_checks.summed(function, [call.described.get(name) for name in lora_checks.NAMES])
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
-    fp8_checks.wgrad(function, options, d.w2.shape[1], extras.x_scales is not None)
+    rows_in_e4m3, factors = extras.x_scales is not None, extras.lora is not None
+    of_layer = function, options, d.w2.shape[1]
+    fp8_checks.wgrad(*of_layer, rows_in_e4m3=rows_in_e4m3, factors=factors, packed=bool(extras.frozen))
     if options.precision is not None:
         limits = None if call.on_cpu else call.limits
         order = None if extras.fp8_weights is None else extras.fp8_weights.gate_up

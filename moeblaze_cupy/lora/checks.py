@@ -46,8 +46,6 @@ def scale(function: str, argument: str, value: Any) -> float:
 
 def layer(function: str, of: LayerArrays, options: LayerOptions, factors: Sequence[Array | None]) -> None:
     """of: a layer that has passed its checks, `frameworks.Array` of each. factors: in the order of NAMES."""
-    if options.fp8_wgrad:
-        raise checks.bad_value(function, "fp8_wgrad", "False with lora", True)
     d, (E, h, _) = of.x.shape[1], of.w2.shape
     gate = "2h" if options.gated else "h"
     sizes = {"lora.a1": ("d", d), "lora.b1": (gate, h * options.halves), "lora.a2": ("h", h), "lora.b2": ("d", d)}

@@ -55,12 +55,10 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
     if s.precision == "fp8" and not on_fp8:
         expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
         raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
-    multiple = fp8_checks.WGRAD_MULTIPLE
-    others = s.options.unreduced, s.memory_limit is not None, s.gate_up == "interleaved", s.lora_rank
-    if s.fp8_wgrad and (not s.precision or any(others) or s.h % multiple):
-        expected = f"--precision fp8, h a multiple of {multiple}, --gate-up halves, and none of --unreduced, "
-        got = f"--precision {s.precision}, h {s.h}, --gate-up {s.gate_up}, --memory-limit {s.memory_limit}"
-        raise CommandError(f"--fp8-wgrad: expected {expected}--memory-limit and --lora-rank, got {got}")
+    try:
+        fp8_checks.wgrad("--fp8-wgrad", s.of_layer(None), s.h, factors=bool(s.lora_rank))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
@@ -77,6 +75,8 @@ def save_policy(args: Namespace) -> str | None:
 def slot_options(s: LayerShape) -> str:
     """Returns the differences from the plain layer, each after a comma."""
     found = ["L*k pairs"] if s.ragged else []
+    found += [f"gate_up={s.gate_up!r}"] if s.gate_up != PLAIN.gate_up else []
+    found += [f"biases in {s.bias}"] if s.bias else []
     found += [f"precision={s.precision!r}"] if s.precision else []
     found += ["fp8_wgrad=True"] if s.fp8_wgrad else []
     found += [f"low-rank factors of rank {s.lora_rank}"] if s.lora_rank else []

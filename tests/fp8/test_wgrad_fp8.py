@@ -109,15 +109,27 @@ def test_frozen_weights_and_factors_are_refused():
     packed = mb.quantize_experts(w1, w2, "mxfp4")
     lora = mb.Lora(torch.zeros(3, 4, 64), torch.zeros(3, 256, 4))
     for given, options in ((packed, {}), ((w1, w2), {"lora": lora})):
-        expected = f"False with {'lora' if options else 'QuantizedWeight'}, got True"
+        expected = f"False with {'low-rank factors' if options else 'packed weights'}, got True"
         for function in (mb.moe_forward, moe):
             with pytest.raises(ValueError, match=rf"^{function.__name__}: fp8_wgrad: expected {expected}$"):
                 function(x, ids, weights, *given, **options, **IN_FP8)
-    for options in ({"expert_format": "mxfp4"}, {"lora_rank": 4}):
-        with pytest.raises(ValueError, match=r"^MoE: fp8_wgrad: expected False with expert_format or lora_rank, got"):
+    for expected, options in (("packed weights", {"expert_format": "mxfp4"}), ("low-rank factors", {"lora_rank": 4})):
+        with pytest.raises(ValueError, match=f"^MoE: fp8_wgrad: expected False with {expected}, got True$"):
             MoE(64, 128, 3, 2, **options, **IN_FP8)
-    with pytest.raises(RuntimeError, match=r"^MoE: quantize_experts: expected a layer of fp8_wgrad=False, got"):
+    with pytest.raises(ValueError, match=r"^MoE: quantize_experts: fp8_wgrad: expected False with packed weights, got"):
         MoE(64, 128, 3, 2, **IN_FP8).quantize_experts("mxfp4")
+
+
+def test_a_bool_of_numpy_is_one():
+    """As for tf32."""
+    x, ids, weights, w1, w2, grad_out = tensors()
+    found = []
+    for given in (True, np.True_):
+        _, saved = mb.moe_forward(x, ids, weights, w1, w2, **(IN_FP8 | {"fp8_wgrad": given}))
+        found.append(mb.moe_backward(grad_out, saved))
+    for name in ("x", "weights", "w1", "w2"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
+    mb.moe_forward(x, ids, weights, w1, w2, fp8_wgrad=np.False_)
 
 
 def test_deferred_weight_gradients_are_refused():

@@ -249,8 +249,25 @@ def test_plan_refuses_what_the_layer_refuses(capsys):
 def test_plan_with_biases_and_interleaved_columns(capsys):
     plan = "plan --tokens 64 --d-model 16 --d-hidden 8 --experts 4 --k 2 --gate-up interleaved"
     assert run(f"{plan} --activation swiglu_oai --bias weights") == 0
-    assert re.search(r"^  gradient of b1 +128 B", capsys.readouterr().out, re.MULTILINE)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.endswith("swiglu_oai, bfloat16, gate_up='interleaved', biases in bfloat16")
+    assert any(re.match(r"  gradient of b1 +128 B", line) for line in lines)
+    assert run(plan.replace("plan", "explain").replace("--gate-up interleaved", "--bias float32")) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("weights transposed, save='minimal', biases in float32")
     assert_fails(capsys, [*plan.split(), "--activation", "relu2"], "--gate-up", "halves", "relu2, which has no gate")
+
+
+def test_weight_gradients_in_e4m3_are_refused_as_by_the_layer(capsys):
+    layer = "plan --tokens 64 --d-model 64 --d-hidden 64 --experts 4 --k 2 --precision fp8 --tier sm90 --fp8-wgrad"
+    assert run(layer) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(", precision='fp8', fp8_wgrad=True")
+    for more, expected in (
+        ("--lora-rank 4", "False with low-rank factors, got True"),
+        ("--gate-up interleaved", "False with gate_up='interleaved', got True"),
+        ("--unreduced", "False with unreduced, got True"),
+        ("--d-hidden 80", "False unless h is a multiple of 64, got h = 80"),
+    ):
+        assert_fails(capsys, [*layer.split(), *more.split()], f"--fp8-wgrad: fp8_wgrad: expected {expected}")
 
 
 def test_plan_with_a_memory_limit(capsys):
