@@ -202,12 +202,9 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
         return torch_autograd.in_shape(out, call.shape)
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
-    # Owners take gradients of weights after those of x, which chunks do not leave to them.
+    # Owners take gradients of weights after those of x, which chunks and products in e4m3 do not leave to them.
     shared = up is None and len(tensors) == 6 and not main_grads and options.memory_limit is None
-    owners = torch_sums.owners_of(gate, w2) if shared else None
-    if owners is not None and options.fp8_wgrad:
-        expected = "False for weights whose gradients are summed over ranks as they are computed"
-        raise checks.bad_value("moe", "fp8_wgrad", expected, True)
+    owners = torch_sums.owners_of(gate, w2) if shared and not options.fp8_wgrad else None
     of_fp8_call = fp8_weights, call.keep_fp8_weights
     told = torch_autograd.EagerCall(call.keep_saved, main_grads, options, *of_fp8_call, owners, call.shape)
     out = torch_autograd.EagerMoE.apply(told, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types

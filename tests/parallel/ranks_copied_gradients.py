@@ -90,6 +90,28 @@ def fsdp_stores_no_gradients_of_other_tensors(mesh, size):
     assert size > 2 or same(*found)
 
 
+@on_cpu
+def fsdp_sums_gradients_that_multiply_e4m3(mesh, size):
+    """The products do not store those: FSDP2 reduces them, to the bits without `stores_gradients`."""
+    x = tokens_of(mesh, 0)
+    for in_e4m3 in (False, True):
+        options = {
+            "precision": "fp8",
+            "fp8_wgrad": True,
+            "force_sum": True,
+            "widths": (64, 128, 64),
+            "in_e4m3": in_e4m3,
+        }
+        found = []
+        for stores in (False, True):
+            layers = layers_of(mesh, engines=CopyEngines(mesh), stores_gradients=stores, prefetch=False, **options)
+            with counted() as names:
+                loss_of(layers, x).backward()
+            assert not names, names
+            found.append(gradients_of(layers))
+        assert all(grad is not None and grad.any() for grad in found[0]) and same(*found), in_e4m3
+
+
 class Eighth(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight):
