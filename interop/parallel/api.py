@@ -111,7 +111,9 @@ def _check_arguments(
     if factors:
         lora_checks.layer(function, arguments, options, [described.get(name) for name in lora_checks.NAMES])
     of_fp8 = [arrays.Torch.describe(array) for array in fp8_checks.arrays_of(function, precision, fp8_weights)]
-    fp8_checks.row_precision(function, row_precision, precision)
+    fp8_checks.row_precision(function, row_precision, precision, bool(factors))
+    beside = {"rows_in_e4m3": row_precision is not None, "factors": bool(factors), "packed": bool(frozen)}
+    fp8_checks.wgrad(function, options, described["w2"].shape[1], **beside)
     if precision is not None:
         limits = loader.device_limits(x.device.index) if x.is_cuda else None
         order = None if fp8_weights is None else fp8_weights.gate_up
@@ -120,7 +122,7 @@ def _check_arguments(
 
 
 def _check_forms(
-    w1: tuple[Any, ...], frozen: Mapping[str, Any], lora: Lora | None, precision: str | None, accumulate: Any
+    w1: tuple[Any, ...], frozen: Mapping[str, Any], lora: Lora | None, products: "Fp8Products", accumulate: Any
 ) -> None:
     """Checks which forms of weights and options go together. w1: one weight or two. frozen: of `LayerArrays`."""
     function = "expert_parallel_moe"
@@ -128,12 +130,12 @@ def _check_forms(
         raise ValueError(f"{function}: w1: expected one tensor or a pair, got {len(w1)} tensors")
     if len(w1) == 2 and "w1" in frozen:
         raise checks.bad_type(function, "w1", "tensors in a pair, or one QuantizedWeight of both", "a pair with one")
-    if frozen and precision is not None:
-        raise checks.bad_value(function, "precision", "None with QuantizedWeight", repr(precision))
+    if frozen and products.precision is not None:
+        quantised_checks.in_e4m3(function, frozen)
+        if products.given is not None:
+            raise checks.bad_value(function, "fp8_weights", "None with QuantizedWeight", type(products.given))
     if lora is not None:
         lora_checks.given(function, lora)
-        if precision is not None:
-            raise checks.bad_value(function, "precision", "None with lora", repr(precision))
     if accumulate and (frozen or lora is not None):
         expected = "False with lora or QuantizedWeight"
         raise checks.bad_value(function, "accumulate_into_main_grad", expected, repr(accumulate))
@@ -171,14 +173,16 @@ def _pieces(route: Route, local_ids: Tensor) -> Pieces:
 
 
 class Fp8Products(NamedTuple):
-    """The precision of products, and the caller's weights for it. keep: forward's are kept for backward."""
+    """The precision of products, and the caller's weights for it."""
 
     precision: str | None
     given: Fp8Weights | None
-    keep: bool
+    keep: bool  #: forward's are kept for backward
+    of_weights: bool  #: gradients of weights multiply e4m3, too
 
     def weights_of(self, w1: Any, w2: Any) -> Fp8Weights | None:
-        if self.precision is None or self.given is not None:
+        """Returns the weights in e4m3; None without, and for frozen ones, which the layer decodes to e4m3 itself."""
+        if self.precision is None or self.given is not None or w1 is None:
             return self.given
         made: Fp8Weights = mb.quantize_weights(w1, w2)
         return made
@@ -250,8 +254,9 @@ class _ExpertParallel(torch.autograd.Function):
             part = slice(start, stop)
             x_part, scales = values_and_scales(_part(rows, part))
             layer = call.joined(LayerArrays(x_part, local_ids[part], got[part], gate, up, w2), parts)
-            precision, tf32 = fp8_products.precision, torch_arguments.in_tf32(x)
-            options = LayerOptions(activation, save, max_slots=bound, precision=precision, tf32=tf32)
+            tf32, fp8_wgrad = torch_arguments.in_tf32(x), fp8_products.of_weights
+            options = LayerOptions(activation, save, precision=fp8_products.precision, tf32=tf32, fp8_wgrad=fp8_wgrad)
+            options = options._replace(max_slots=bound)
             try:
                 extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
                 out, saved = layer_forward(layer, options, extras, "expert_parallel_moe")
@@ -351,8 +356,9 @@ class _ExpertParallel(torch.autograd.Function):
         bring: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
         parts_of_lora: list[Lora] = []
-        # Beside factors and frozen weights other gradients come with those of rows: there is no backward in halves.
-        later = bool(of_weights) and lora is call.frozen is None
+        # There is no backward in halves beside factors and frozen weights, whose gradients come with those of rows, nor
+        # where gradients of weights multiply e4m3, which needs more of the first half.
+        later = bool(of_weights) and lora is call.frozen is None and not fp8_products.of_weights
         needs = (*of_rows, "w1", "w2") if later else (*of_rows, *of_weights, *of_lora)
         asked = *of_rows, *of_weights, *of_lora
         count_beside_operators(
@@ -468,6 +474,7 @@ def expert_parallel_moe(
     keep_fp8_weights: bool = True,
     row_precision: str | None = None,
     lora: Lora | None = None,
+    fp8_wgrad: bool = False,
 ) -> Tensor:
     """Computes the MoE layer (L, d) with its experts over ranks, differentiable in x, weights, w1, w2 and the factors.
 
@@ -482,14 +489,15 @@ def expert_parallel_moe(
     save="recompute".
     accumulate_into_main_grad: see `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
     {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
-    precision, fp8_weights: see `moeblaze_cupy.moe_forward`, for this rank's experts. keep_fp8_weights, and what
-    torch.autocast does: see `moeblaze_cupy.interop.torch.moe`.
+    precision, fp8_weights, fp8_wgrad: see `moeblaze_cupy.moe_forward`, for this rank's experts. With fp8_wgrad the
+    gradient of x travels when those of w1 and w2 are computed. keep_fp8_weights, and what torch.autocast does: see
+    `moeblaze_cupy.interop.torch.moe`.
     row_precision: the same on all ranks. None sends rows in x's dtype. "fp8", with precision="fp8", sends rows of x and
     of out's gradient in e4m3 with a float32 scale for each token, and keeps those of x so. Only the gradients of w1 and
     w2 change, which are then those of the e4m3 rows, rounded to bf16. Results travel in x's dtype.
     lora: low-rank factors beside w1 and w2, as of `moeblaze_cupy.interop.torch.moe`, of this rank's experts. Their
     gradients are sums over the tokens of all ranks, as those of w1. An a1 or a2 that all experts share gets this rank's
-    experts' part. Neither lora nor `QuantizedWeight` with precision or accumulate_into_main_grad.
+    experts' part. Neither lora nor `QuantizedWeight` with accumulate_into_main_grad, no lora with row_precision.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
     of all ranks, in the order of ranks, for the sum of all ranks' losses.
@@ -517,17 +525,17 @@ def expert_parallel_moe(
     def check() -> Mapping[str, int]:
         nonlocal forms, of_frozen
         function = "expert_parallel_moe"
-        _check_forms(parts, frozen, lora, precision, accumulate_into_main_grad)
+        _check_forms(parts, frozen, lora, fp8_products, accumulate_into_main_grad)
         of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
         order = None if fp8_weights is None else fp8_weights.gate_up
         layer = LayerArrays(x, ids, weights, gate, up, w2)
         if frozen:
             layer = layer.with_weights(frozen)
             forms, _, of_frozen = torch_quantised.apart(layer, function)
-        options = activation, save, precision, order, row_precision, experts.local_experts, len(factors), forms
+        of_layer = LayerOptions(activation, save, precision=precision, fp8_wgrad=fp8_wgrad)
+        options = of_layer, order, row_precision, experts.local_experts, len(factors), forms
         key, _ = runtime.key_of(function, options, (x, ids, weights, gate, up, w2, *of_fp8, *factors, *of_frozen))
         if not experts.has_passed(key):
-            of_layer = LayerOptions(activation, save, precision=precision)
             _check_arguments(layer, of_layer, experts, fp8_weights, row_precision, factors)
             if x.is_cuda and key is not None:
                 experts.note_passed(key)
@@ -543,7 +551,7 @@ def expert_parallel_moe(
         }
 
     into: dict[str, MainGrad] = {}
-    fp8_products = Fp8Products(precision, fp8_weights, keep_fp8_weights)
+    fp8_products = Fp8Products(precision, fp8_weights, keep_fp8_weights and not frozen, fp8_wgrad)
     grads = required((x,), (weights,), (gate, up, w2, *factors))
     pending = PendingExchange(x, ids, weights, experts, grads, check, row_precision == "fp8")
     route: Route | None = None

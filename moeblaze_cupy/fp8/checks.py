@@ -37,11 +37,12 @@ def arrays_of(function: str, precision: Any, fp8_weights: Any) -> tuple[Any, ...
     return found
 
 
-def row_precision(function: str, row_precision: Any, precision: Any) -> None:
+def row_precision(function: str, row_precision: Any, precision: Any, factors: bool = False) -> None:
     """Checks how rows travel between ranks, beside the precision of products, which is checked already."""
     checks.one_of(function, "row_precision", row_precision, PRECISIONS)
-    if row_precision is not None and precision is None:
-        raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
+    if row_precision is not None and (precision is None or factors):
+        where = "without precision='fp8'" if precision is None else "with lora, as factors multiply rows in bfloat16"
+        raise checks.bad_value(function, "row_precision", f"None {where}", repr(row_precision))
 
 
 def wgrad(

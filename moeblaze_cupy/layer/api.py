@@ -375,7 +375,7 @@ def _checked_forward(
     options = checks.layer_options(function, options, layer.router_weights is not None, layer.b1_gate is not None)
     in_e4m3 = call.described["x"]
     if extras.x_scales is not None:  # the checks see what the rows stand for
-        call.described["x"] = dataclasses.replace(in_e4m3, dtype=call.described["w2"].dtype)
+        call.described["x"] = dataclasses.replace(in_e4m3, dtype="bfloat16")
     if options.precision is not None:
         decoded = [name for name in extras.frozen if call.described[name].dtype in fp8.E4M3_DTYPES]
         call.described |= {n: dataclasses.replace(call.described[n], dtype="bfloat16") for n in decoded}

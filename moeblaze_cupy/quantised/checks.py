@@ -51,6 +51,15 @@ def weight(function: str, argument: str, given: QuantizedWeight, parts: Mapping[
             raise checks.bad_value(function, f"{argument}.{name}", "16-byte aligned memory", hex(array.ptr))
 
 
+def in_e4m3(function: str, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Checks that products in e4m3 take these frozen weights, by "w1" and "w2"."""
+    for name in ("w1", "w2"):
+        got = weights[name].format if name in weights else "an array"
+        if got != "mxfp4":
+            expected = "None with QuantizedWeight, unless w1 and w2 are in 'mxfp4'"
+            raise checks.bad_value(function, "precision", expected, f"'fp8' and {got!r} for {name}")
+
+
 def decoded(given: QuantizedWeight, data: Array) -> Array:
     """Returns the array that the layer reads in place of a weight, for checks. data: its part, described."""
     _, K, N = given.shape

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moeblaze_cupy import checks
 from moeblaze_cupy.calls import Call, Lookup
 from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.cuda.runtime import Launch, Runtime, current_device
@@ -96,11 +95,7 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], gate_up: str,
 
     function, prefix: for messages, as of `scratch.decoded`. Raises ValueError unless w1 and w2 are in mxfp4.
     """
-    for name in PRODUCTS:
-        got = weights[name].format if name in weights else "an array"
-        if got != "mxfp4":
-            expected = "None with QuantizedWeight, unless w1 and w2 are in 'mxfp4'"
-            raise checks.bad_value(function, "precision", expected, f"'fp8' and {got!r} for {name}")
+    quantised_checks.in_e4m3(function, weights)
     arguments = {name: prefix + name for name in weights}
     parts = [quantised_checks.parts_of(function, arguments[name], weight) for name, weight in weights.items()]
     every = {argument: part for of in parts for argument, part in of.items()}

@@ -25,6 +25,7 @@ from tests.parallel import (
     ranks_gpus,  # noqa: F401
     ranks_hosts,  # noqa: F401
     ranks_lora,  # noqa: F401
+    ranks_precision,  # noqa: F401
     ranks_quantised,  # noqa: F401
     ranks_torchtitan,  # noqa: F401
 )

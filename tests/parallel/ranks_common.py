@@ -33,7 +33,7 @@ class Inputs:
     """Of all ranks: tokens by rank, ids, weights, gradients; the experts' weights of all E experts."""
 
     def __init__(
-        self, rank, counts, routing="random", dtype=torch.float64, seed=0, pair=False, transposed=False, k=K, h=H
+        self, rank, counts, routing="random", dtype=torch.float64, seed=0, pair=False, transposed=False, k=K, h=H, d=D
     ):
         rng = torch.Generator().manual_seed(seed)
         L = sum(counts)
@@ -41,7 +41,7 @@ class Inputs:
         def normal(*shape):
             return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
 
-        self.x, self.grad, self.weights = normal(L, D), normal(L, D), normal(L, k).abs()
+        self.x, self.grad, self.weights = normal(L, d), normal(L, d), normal(L, k).abs()
         if dtype in (torch.bfloat16, torch.float16):
             self.weights = self.weights.float()
         self.ids = (
@@ -58,7 +58,7 @@ class Inputs:
             self.ids[::2, -1] = self.ids[::2, 0]
             self.ids[1::4] = 5
         self.ids = self.ids.to(torch.int32)
-        w1, w2 = normal(E, D, 2 * h) / D**0.5, normal(E, h, D) / h**0.5
+        w1, w2 = normal(E, d, 2 * h) / d**0.5, normal(E, h, d) / h**0.5
         if transposed:
             w1, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w1, w2))
         self.w1, self.w2 = tuple(w1.split(h, 2)) if pair else w1, w2

@@ -30,6 +30,7 @@ ROUTES = (
 # Sums of up to 300 terms of unit scale, and of three products after each other, in float64.
 EXACT = 1e-13
 BOTH = (2, 5)  # ranks of the factors
+IN_FP8 = {"precision": "fp8"}
 
 
 def factors_of(ranks=BOTH, shared=False, dtype=torch.float64):
@@ -216,7 +217,8 @@ def factors_are_checked(rank, size, group):
         (here._replace(a1=here.a1.detach().to("meta")), {}, TypeError, "lora.a1: expected x's device cpu, got meta"),
         (lora, {}, ValueError, f"lora.a1: expected shape (E, r, d) = ({E // size}, any, {D}), got ({E}, 2, {D})"),
         (here._replace(b2=here.b2.half()), {}, TypeError, "lora.b2: expected dtype"),
-        (here, {"precision": "fp8"}, ValueError, "precision: expected None with lora, got 'fp8'"),
+        (here, IN_FP8 | {"row_precision": "fp8"}, ValueError, "row_precision: expected None with lora, as factors"),
+        (here, IN_FP8 | {"fp8_wgrad": True}, ValueError, "fp8_wgrad: expected False with low-rank factors, got True"),
         (here, {"accumulate_into_main_grad": True}, ValueError, "accumulate_into_main_grad: expected False with lora"),
         (here, {"save": None}, ValueError, "save: expected a policy that keeps something"),
     ):

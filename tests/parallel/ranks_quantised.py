@@ -20,8 +20,8 @@ SINGLE = 2.0**-19
 NESTED = 512  # the hidden width for which w1 of D columns is whole blocks of nested scales
 
 
-def factors_of(h, shared=False, ranks=(2, 5)):
-    rng, sizes = torch.Generator().manual_seed(7), ((D, 2 * h), (h, D))
+def factors_of(h, shared=False, ranks=(2, 5), d=D):
+    rng, sizes = torch.Generator().manual_seed(7), ((d, 2 * h), (h, d))
     made = []
     for rank, (inner, outer) in zip(ranks, sizes, strict=True):
         made.append(torch.randn(*(() if shared else (E,)), rank, inner, generator=rng) / inner**0.5)
@@ -184,7 +184,12 @@ def frozen_weights_are_checked(rank, size, group):
         (w1._replace(dtype="bfloat16"), {}, TypeError, "w1: expected dtype float32, that of x, got bfloat16"),
         ((w1, halves[1]), {}, TypeError, "w1: expected tensors in a pair, or one QuantizedWeight of both"),
         ((halves[0], w1), {}, TypeError, "w1[1]: expected a torch tensor, got"),
-        (w1, {"precision": "fp8"}, ValueError, "precision: expected None with QuantizedWeight, got 'fp8'"),
+        (
+            w1,
+            {"precision": "fp8"},
+            ValueError,
+            "precision: expected None with QuantizedWeight, unless w1 and w2 are in",
+        ),
         (w1, {"accumulate_into_main_grad": True}, ValueError, "accumulate_into_main_grad: expected False with lora"),
     ):
         others = (ValueError, "exchange: arguments: expected ones that pass the checks on all ranks, got errors on [1]")
