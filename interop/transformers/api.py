@@ -91,10 +91,7 @@ def _falls_back(fallback: bool | None) -> bool:
 
 def _takes_adapters(module: Any) -> bool:
     """Whether the forward of the module is this layer's, and hands factors on."""
-    if lora.TAKES in vars(module):
-        takes: bool = vars(module)[lora.TAKES]
-        return takes
-    if is_bound(module):
+    if lora.TAKES in vars(module) or is_bound(module):
         return True
     is_ours = private.is_dispatched(module) and private.experts_implementation(module) in _PRECISIONS
     return is_ours and has_own_forward(module)

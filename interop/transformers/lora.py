@@ -30,7 +30,7 @@ class Adapters(NamedTuple):
 
 
 NONE = Adapters()
-TAKES = "moeblaze_takes_adapters"  # attribute of experts over ranks: whether their forward takes adapters
+TAKES = "moeblaze_takes_adapters"  # attribute of experts over ranks, whose forward takes adapters
 HELD = "moeblaze_fp8"  # attribute of experts: the `HeldFp8Weights` of their weights
 _LEFT = "moeblaze_adapters"  # attribute of experts: the wrappers of a call by its thread, until they are taken
 _W1, _W2 = ("gate_up_proj", "up_proj"), ("down_proj",)

@@ -48,8 +48,8 @@ def parallelize_experts(
     save: a save policy of `moeblaze_cupy.moe_forward`.
     precision: see `moeblaze_cupy.interop.transformers.register`. With "fp8" what cannot be computed in e4m3 raises the
     errors of `expert_parallel_moe` and `moe` in forward.
-    row_precision: see `expert_parallel_moe`. With "fp8" experts that run by `exchange`, such as those with biases,
-    raise ValueError in forward.
+    row_precision: see `expert_parallel_moe`. With "fp8" experts that run by `exchange`, such as those with biases, and
+    experts with adapters raise ValueError in forward.
     Under torch.autocast rows, and results but those of a norm, travel in autocast's dtype.
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
@@ -57,9 +57,8 @@ def parallelize_experts(
     every rank, and a rank's gradients of them are its own experts' part: they are the caller's to sum, too. Merged ones
     raise ValueError, and merging raises RuntimeError from here on.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
-    NotImplementedError for experts that the layer cannot compute, for other adapters on experts, and for any with
-    precision="fp8". Experts that get such adapters later raise it in forward. What `group` raises is raised on all
-    ranks.
+    NotImplementedError for experts that the layer cannot compute, and for other adapters on experts. Experts that get
+    such adapters later raise it in forward. What `group` raises is raised on all ranks.
     """
     function = "parallelize_experts"
     checks.one_of(function, "save", save, SAVE_POLICIES)
@@ -69,7 +68,7 @@ def parallelize_experts(
         raise TypeError(f"{function}: mesh: expected a DeviceMesh of one dimension, got {type(mesh)}")
     found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
     for name, module in model.named_modules():
-        _refuse_adapters(name, precision, module)
+        _refuse_adapters(name, module)
     lora.refuse_merged(function, model, found.values())
     if not found:
         raise ValueError(
@@ -86,30 +85,30 @@ def parallelize_experts(
         experts = groups[transformers_experts.weights_of(module)[0].shape[0]]
         _keep_part(module, mesh, experts, parts)
         module.forward = types.MethodType(_forward_over(experts, options), module)
-        setattr(module, lora.TAKES, precision is None)
+        setattr(module, lora.TAKES, True)
     for name in filter(None, found):
         caller, _, part = name.rpartition(".")
-        hook = functools.partial(_refuse_later_adapters, name, part, precision)
+        hook = functools.partial(_refuse_later_adapters, name, part)
         model.get_submodule(caller).register_forward_pre_hook(hook)
     return tuple(found)
 
 
-def _refuse_adapters(name: str, precision: str | None, wrapper: Any) -> None:
+def _refuse_adapters(name: str, wrapper: Any) -> None:
     """Refuses a module of peft around experts that do not take its factors, as peft's own error is one of DTensors."""
     if not hasattr(wrapper, "get_base_layer") or not private.is_dispatched(wrapper.get_base_layer()):
         return
-    if not lora.serves(wrapper) or precision is not None:
-        expected = "experts without adapters, or with those of LoRA in peft 0.19 or later and precision=None"
+    if not lora.serves(wrapper):
+        expected = "experts without adapters, or with those of LoRA in peft 0.19 or later"
         kind = type(wrapper)
-        got = f"{kind.__module__}.{kind.__name__} at {name} and precision={precision!r}"
+        got = f"{kind.__module__}.{kind.__name__} at {name}"
         raise NotImplementedError(f"parallelize_experts: model: expected {expected}, got {got}")
 
 
-def _refuse_later_adapters(name: str, part: str, precision: str | None, caller: torch.nn.Module, _: Any) -> None:
+def _refuse_later_adapters(name: str, part: str, caller: torch.nn.Module, _: Any) -> None:
     """Calls `_refuse_adapters` for what peft has wrapped around experts since."""
     wrapper = getattr(caller, part)
     while "forward" not in vars(wrapper) and hasattr(wrapper, "base_layer"):
-        _refuse_adapters(name, precision, wrapper)
+        _refuse_adapters(name, wrapper)
         wrapper = wrapper.base_layer
 
 
@@ -236,7 +235,7 @@ else:
         def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             self.experts = experts
-            setattr(experts, lora.TAKES, self.precision is None)
+            setattr(experts, lora.TAKES, True)
             local: Any = self.num_local_experts
             self.group = ExpertGroup(ep_mesh, local * ep_mesh.size())
 

@@ -466,6 +466,47 @@ def adapters_on_spread_experts(rank, size, group):
 
 @case
 @needs_none(MISSING_PEFT)
+def adapters_beside_e4m3_on_spread_experts(rank, size, group):
+    """One expert per token, whose numbers then are those of one process with all tokens; experts in floats and packed.
+
+    Gradients of factors are sums in float32.
+    """
+    import peft
+
+    register("moeblaze_fp8", precision="fp8")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    on_experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+    rng, (own, d) = torch.Generator().manual_seed(4), (12, 64)
+    x = torch.randn(own * size, d, generator=rng).bfloat16()
+    ids, weights = torch.randint(8, (own * size, 1), generator=rng), torch.rand(own * size, 1, generator=rng)
+    sizes = {"hidden_size": d, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+    for kind, packs in (("Qwen3Moe", False), ("Qwen3Moe", True), ("GptOss", False)):
+        found = []
+        for spread, tokens in ((True, slice(own * rank, own * (rank + 1))), (False, slice(None))):
+            model = model_of(kind, "moeblaze_fp8", **sizes).bfloat16()
+            model.requires_grad_(False)
+            if packs:
+                pack_experts(model, "mxfp4")
+            if spread:
+                parallelize_experts(model, init_device_mesh("cpu", (size,)), precision="fp8")
+            torch.manual_seed(3)
+            model = peft.get_peft_model(model, on_experts)
+            mine = x[tokens].clone().requires_grad_()
+            out = model.base_model.model.model.layers[0].mlp.experts(mine, ids[tokens], weights[tokens])
+            out.float().square().sum().backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found.append((out.detach(), mine.grad, grads))
+        (out, grad, grads), (want, want_grad, wanted) = found
+        here = slice(own * rank, own * (rank + 1))
+        assert torch.equal(out, want[here]) and torch.equal(grad, want_grad[here]), (kind, packs)
+        assert grads.keys() == wanted.keys() and len(grads) == 2 * 2
+        for name, value in grads.items():
+            dist.all_reduce(value)
+            assert difference(value, wanted[name]) <= BOUND, (kind, packs, name)
+
+
+@case
+@needs_none(MISSING_PEFT)
 def adapters_on_packed_experts_that_are_spread(rank, size, group):
     """The numbers of the packed model with adapters in one process, also under autocast."""
     import peft
@@ -535,16 +576,27 @@ def adapters_with_the_parallelism_of_transformers(rank, size, group):
 @case
 @needs_none(MISSING_PEFT)
 def adapters_on_spread_experts_are_refused(rank, size, group):
-    """Whichever comes first: more ranks than the layer takes, products in e4m3, merging, and other tuners than LoRA."""
+    """More ranks than the layer takes, merging, rows in e4m3, and other modules around experts than LoRA's."""
     import peft
 
     mesh = init_device_mesh("cpu", (size,))
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     options = {"target_modules": [], "target_parameters": names}
     on_experts = peft.LoraConfig(r=2, **options)
+
+    class Around(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def get_base_layer(self):
+            return self.inner
+
+    other = model_of("Qwen3Moe")
+    other.model.layers[0].mlp.experts = Around(other.model.layers[0].mlp.experts)
     text = "parallelize_experts: model: expected experts without adapters, or with those of LoRA in peft 0.19 or later"
+    expect(NotImplementedError, text, lambda: parallelize_experts(other, mesh))
     model = peft.get_peft_model(model_of("Qwen3Moe"), on_experts)
-    expect(NotImplementedError, text, lambda: parallelize_experts(model, mesh, precision="fp8"))
     model.merge_adapter()
     merged = "parallelize_experts: model: expected experts without merged adapters; "
     expect(ValueError, merged, lambda: parallelize_experts(model, mesh))
@@ -554,9 +606,12 @@ def adapters_on_spread_experts_are_refused(rank, size, group):
     expect(RuntimeError, text_of_merge, model.merge_adapter)
     assert not any(getattr(part, "merged", False) for part in model.modules())
     in_fp8 = model_of("Qwen3Moe")
-    parallelize_experts(in_fp8, mesh, precision="fp8")
+    parallelize_experts(in_fp8, mesh, precision="fp8", row_precision="fp8")
     in_fp8 = peft.get_peft_model(in_fp8, on_experts)
-    expect(NotImplementedError, text, loss_of, in_fp8, tokens_of(rank))
+    text = (
+        "expert_parallel_moe: row_precision: expected None with lora, as factors multiply rows in bfloat16, got 'fp8'"
+    )
+    expect(ValueError, text, loss_of, in_fp8, tokens_of(rank))
     wide = peft.get_peft_model(model_of("Qwen3Moe"), peft.LoraConfig(r=257, **options))
     parallelize_experts(wide, mesh)
     text = "moeblaze: Qwen3MoeExperts: the active adapters of a weight have 257 ranks together, more than 256"
