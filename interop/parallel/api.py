@@ -112,8 +112,7 @@ def _check_arguments(
         lora_checks.layer(function, arguments, options, [described.get(name) for name in lora_checks.NAMES])
     of_fp8 = [arrays.Torch.describe(array) for array in fp8_checks.arrays_of(function, precision, fp8_weights)]
     fp8_checks.row_precision(function, row_precision, precision, bool(factors))
-    beside = {"rows_in_e4m3": row_precision is not None, "factors": bool(factors), "packed": bool(frozen)}
-    fp8_checks.wgrad(function, options, described["w2"].shape[1], **beside)
+    fp8_checks.wgrad(function, options, described["w2"].shape[1], factors=bool(factors), packed=bool(frozen))
     if precision is not None:
         limits = loader.device_limits(x.device.index) if x.is_cuda else None
         order = None if fp8_weights is None else fp8_weights.gate_up
@@ -494,7 +493,7 @@ def expert_parallel_moe(
     `moeblaze_cupy.interop.torch.moe`.
     row_precision: the same on all ranks. None sends rows in x's dtype. "fp8", with precision="fp8", sends rows of x and
     of out's gradient in e4m3 with a float32 scale for each token, and keeps those of x so. Only the gradients of w1 and
-    w2 change, which are then those of the e4m3 rows, rounded to bf16. Results travel in x's dtype.
+    w2 change, which are then those of the e4m3 rows, rounded to bf16; with fp8_wgrad none. Results travel in x's dtype.
     lora: low-rank factors beside w1 and w2, as of `moeblaze_cupy.interop.torch.moe`, of this rank's experts. Their
     gradients are sums over the tokens of all ranks, as those of w1. An a1 or a2 that all experts share gets this rank's
     experts' part. Neither lora nor `QuantizedWeight` with accumulate_into_main_grad, no lora with row_precision.

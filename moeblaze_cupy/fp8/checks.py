@@ -45,15 +45,7 @@ def row_precision(function: str, row_precision: Any, precision: Any, factors: bo
         raise checks.bad_value(function, "row_precision", f"None {where}", repr(row_precision))
 
 
-def wgrad(
-    function: str,
-    options: LayerOptions,
-    h: int,
-    *,
-    rows_in_e4m3: bool = False,
-    factors: bool = False,
-    packed: bool = False,
-) -> None:
+def wgrad(function: str, options: LayerOptions, h: int, *, factors: bool = False, packed: bool = False) -> None:
     """Checks fp8_wgrad beside the other options, and beside what a layer has. packed: w1 or w2."""
     if not isinstance(options.fp8_wgrad, (bool, np.bool_)):
         raise checks.bad_type(function, "fp8_wgrad", "True or False", repr(options.fp8_wgrad))
@@ -64,7 +56,6 @@ def wgrad(
         "with gate_up='interleaved'": options.gate_up == "interleaved",
         "with unreduced": options.unreduced,
         "with memory_limit": options.memory_limit is not None,
-        "with rows in e4m3": rows_in_e4m3,
         "with low-rank factors": factors,
         "with packed weights": packed,
     }

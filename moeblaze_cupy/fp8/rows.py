@@ -15,8 +15,8 @@ def quantize_rows(rows: Any, out: Fp8Rows) -> None:
     """Writes rows in e4m3 into `out`, with a float32 scale for each, as precision="fp8" has x and out's gradient.
 
     rows: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. out: (L, d) uint8 and (L,) float32, contiguous, which
-    share no memory with the rows. A row's scale is its largest magnitude over 448, and 1 where that is 0. A NaN stays
-    in its element, and an infinity makes its row NaN.
+    share no memory with the rows. A row's scale is its largest magnitude over 448, also where that is 0. A NaN stays in
+    its element, and an infinity makes its row NaN.
     Raises TypeError (dtype, device), ValueError (shape, memory order), or RuntimeError for tensors that autograd or a
     transform of torch would have to follow.
     """
@@ -32,9 +32,9 @@ def quantize_rows(rows: Any, out: Fp8Rows) -> None:
         checks.contiguous(function, "out.values", values)
         checks.fp8_rows(function, "out", values, scales)
         if call.on_cpu:
-            stored, of_rows = reference.fp8.quantize(call.host("rows"), axis=1)
+            stored, of_rows = reference.fp8.quantize_rows(call.host("rows"))
             np.copyto(call.host("out.values"), stored)
-            np.copyto(call.host("out.scales"), of_rows[:, 0])
+            np.copyto(call.host("out.scales"), of_rows)
             return
-        look.keep(quantize.rows(given.layout))
+        look.keep(quantize.rows(given.layout, scale_of_zeros=0.0))
     look.run(launched)

@@ -1,8 +1,8 @@
 """Gradients of weights from e4m3: kernels_cu/fp8/routed_fp8.cu and grouped_wgrad_fp8_sm90.cu.
 
-One operand, x or grad_out, is gathered by token, in e4m3 with a scale per token. The other one, the first layer's
-gradient or the weighted y_swi, has a row per slot in bf16. It becomes e4m3 in its own memory, contiguous along the
-rows, with the tokens' scales multiplied in. down_bwd finds the largest magnitudes that its scales are made of.
+One operand, x or grad_out, is gathered by token, in e4m3 with a scale per token, 0 for zeros. The other one, the first
+layer's gradient or the weighted y_swi, has a row per slot in bf16. It becomes e4m3 in its own memory, contiguous along
+the rows, with the tokens' scales multiplied in. down_bwd finds the largest magnitudes that its scales are made of.
 """
 
 import functools
@@ -19,7 +19,7 @@ from moeblaze_cupy.dispatch.launches import LISTS, IndexLayout, Lists
 from moeblaze_cupy.fp8 import config as fp8_config
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.fp8.config import QUANTIZE_TILE
-from moeblaze_cupy.fp8.operands import RowsRead
+from moeblaze_cupy.fp8.operands import E4M3, RowsRead
 from moeblaze_cupy.frameworks import Buffer, Layout
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm.products import Weight, is_aligned
@@ -57,40 +57,45 @@ class Begun(NamedTuple):
 class Pass:
     """What the weight gradients of a backward have in common."""
 
-    quantize_x: Launch
+    quantize_x: Launch | None  # None if x is in e4m3
     x: tuple[int, int]
     clear: Launch
     of_first_layer: int  # the number of largest magnitudes
     of_result: int
     beside: Layout | None  # that of x, if its e4m3 comes to lie in the first layer's gradient, where that is transposed
 
-    def begin(self, run: Runtime, x: int) -> Begun:
-        """Clears the largest magnitudes. Of x in e4m3 it keeps the scales alone, as `quantized_x` comes much later."""
+    def begin(self, run: Runtime, x: int, x_scales: int) -> Begun:
+        """Clears the largest magnitudes. Of x in e4m3 it keeps the scales alone, as `quantized_x` comes much later.
+
+        x_scales: those of x if it is in e4m3 already.
+        """
         amax = run.empty((self.of_first_layer + self.of_result,), "int32")
         run.launch(self.clear, amax.ptr)
-        _, scales = self.quantized_x(run, x).memory
+        scales = Buffer(None, x_scales) if x_scales else self.quantized_x(run, x).memory[1]
         return Begun(scales, amax, amax.ptr + 4 * self.of_first_layer)
 
     def quantized_x(self, run: Runtime, x: int) -> RowsRead:
         """Returns x in e4m3."""
         values, scales = run.empty(self.x, "uint8"), run.empty(self.x[:1], "float32")
-        run.launch(self.quantize_x, x, values.ptr, scales.ptr)
+        if self.quantize_x:
+            run.launch(self.quantize_x, x, values.ptr, scales.ptr)
         return RowsRead(values.ptr, scales.ptr, (values, scales))
 
     def gathered_x(self, run: Runtime, x: int, begun: Begun) -> RowsRead:
         """Returns what up_wgrad gathers: x in e4m3, or x as it is if that step quantises it."""
-        return RowsRead(x, begun.x_scales.ptr) if self.beside else self.quantized_x(run, x)
+        as_it_is = self.beside or self.quantize_x is None
+        return RowsRead(x, begun.x_scales.ptr) if as_it_is else self.quantized_x(run, x)
 
 
 def configure_pass(x: Layout, E: int, R: int, h: int, halves: int) -> Pass | None:
     """Returns None without tokens."""
-    quantize_x = quantize.rows(x, scale_of_zeros=0.0)
-    if quantize_x is None:
-        return None
-    of_first_layer, of_result = E * groups(h, halves), E * groups(h, 1)
     number, d = x.shape
+    if not number:
+        return None
+    quantize_x = None if x.dtype == E4M3 else quantize.rows(x, scale_of_zeros=0.0)
+    of_first_layer, of_result = E * groups(h, halves), E * groups(h, 1)
     # Of each 256 bytes of a row, 128 columns, the transposed rows leave the last 128 free.
-    fits = d % QUANTIZE_TILE == 0 and h % QUANTIZE_TILE == 0 and number * d <= R * halves * h
+    fits = quantize_x and d % QUANTIZE_TILE == 0 and h % QUANTIZE_TILE == 0 and number * d <= R * halves * h
     clears = clear.configure(of_first_layer + of_result)
     return Pass(quantize_x, (number, d), clears, of_first_layer, of_result, x if fits else None)
 

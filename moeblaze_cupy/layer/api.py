@@ -395,9 +395,8 @@ def _checked_forward(
         if extras.lora is not None and options.save is not None:
             lora_checks.summed(function, [call.described.get(name) for name in lora_checks.NAMES])
     checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
-    rows_in_e4m3, factors = extras.x_scales is not None, extras.lora is not None
-    of_layer = function, options, d.w2.shape[1]
-    fp8_checks.wgrad(*of_layer, rows_in_e4m3=rows_in_e4m3, factors=factors, packed=bool(extras.frozen))
+    beside = {"factors": extras.lora is not None, "packed": bool(extras.frozen)}
+    fp8_checks.wgrad(function, options, d.w2.shape[1], **beside)
     if options.precision is not None:
         limits = None if call.on_cpu else call.limits
         order = None if extras.fp8_weights is None else extras.fp8_weights.gate_up

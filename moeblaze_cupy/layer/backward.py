@@ -447,7 +447,7 @@ def moe_backward(
     if wait is not None:
         wait()
     row_weights_ptr = row_weights.ptr if row_weights else 0
-    begun = steps.wgrad_in_e4m3.begin(run, layer.x) if steps.wgrad_in_e4m3 else None
+    begun = steps.wgrad_in_e4m3.begin(run, layer.x, extras.x_scales) if steps.wgrad_in_e4m3 else None
     to_layer = first_layer, first_layer_grad if steps.how.first_layer else 0, weighted_ptr
     of_down_bwd = _down_bwd(run, steps, arrays, grad_rows, to_layer, row_weights_ptr, extras, begun)
     partial_sums, first_layer_grad_e4m3, v2, weighted_u2, grad_e4m3 = of_down_bwd

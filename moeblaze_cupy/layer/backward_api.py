@@ -357,7 +357,7 @@ def run_backward(
     """Runs `moe_backward`, or its first half; `function` is the one that messages name.
 
     grad_out: may be `Fp8Rows` of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of
-    weights are then deferred, or not needed.
+    weights are then deferred, not needed, or in e4m3 too.
     """
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
@@ -476,7 +476,8 @@ def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, 
     if how.defers_weights and saved.gradients != GRADIENTS:
         others = " and ".join(saved.gradients[len(GRADIENTS) :])
         raise checks.bad_value(function, "saved", "a layer without biases and lora, which moe_backward serves", others)
-    if in_e4m3 and not (how.defers_weights or {"w1", "w2"}.isdisjoint(how.needs)):
+    read_in_bf16 = () if how.defers_weights else ("lora",) if saved.options.fp8_wgrad else ("w1", "w2", "lora")
+    if in_e4m3 and not set(read_in_bf16).isdisjoint(how.needs):
         expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
         raise checks.bad_value(function, "needs", expected, how.needs)
 

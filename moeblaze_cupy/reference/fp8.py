@@ -52,6 +52,16 @@ def quantize(values: HostArray, axis: int | tuple[int, ...]) -> tuple[HostArray,
         return to_e4m3(single * factor), scale
 
 
+def quantize_rows(rows: HostArray) -> tuple[HostArray, HostArray]:
+    """Returns rows (L, d) as bytes of e4m3, and float32 scales (L,).
+
+    A row of zeros has the scale 0, as gradients of weights multiply other numbers by scales.
+    """
+    stored, scales = quantize(rows, axis=1)
+    is_zero = amax_over(rows.astype(np.float32), axis=1) < MIN_NORMAL
+    return stored, np.where(is_zero, np.float32(0), scales)[:, 0]
+
+
 def dequantize(stored: HostArray, scales: HostArray, dtype: Any) -> HostArray:
     """Returns e4m3 rows (L, d) times float32 scales (L,), each number rounded to `dtype`.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moeblaze_cupy.cuda.launch_config import GROUP_COLUMNS
-from moeblaze_cupy.reference.fp8 import from_e4m3, quantize
+from moeblaze_cupy.reference.fp8 import from_e4m3, quantize, quantize_rows
 from moeblaze_cupy.reference.numerics import HostArray, cast, product_of_rows
 from moeblaze_cupy.types import Fp8Weights
 
@@ -131,9 +131,8 @@ def wgrad_in_fp8(gathered: HostArray, routed: HostArray, store: Any) -> HostArra
 
     A row of routed, rounded to `store`, is first multiplied by the scale of gathered's row, which is 0 for zeros.
     """
-    stored, scales = quantize(gathered, axis=1)
-    scales = np.where(gathered.any(axis=1, keepdims=True), scales, np.float32(0))
-    scaled = routed.astype(store).astype(np.float32) * scales
+    stored, scales = quantize_rows(gathered)
+    scaled = routed.astype(store).astype(np.float32) * scales[:, None]
     total, rows = np.empty((gathered.shape[1], routed.shape[1])), _numbers(stored).T
     for first in range(0, routed.shape[1], GROUP_COLUMNS):
         group = slice(first, first + GROUP_COLUMNS)
