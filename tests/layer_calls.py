@@ -2,14 +2,15 @@
 
 from moeblaze_cupy.layer.api import LayerExtras, forward, values_and_scales
 from moeblaze_cupy.layer.backward_api import BackwardExtras, run_backward
-from moeblaze_cupy.types import LayerArrays, LayerOptions, gate_and_up
+from moeblaze_cupy.types import LayerArrays, LayerOptions, QuantizedWeight, gate_and_up
 
 
 def forward_into(into, x, ids, weights, w1, w2, activation="swiglu", fp8_weights=None, wait=None, lora=None, **options):
     """out, or what stands in `into`, and what is saved. options: of `LayerOptions`."""
     x, scales = values_and_scales(x)
     extras = LayerExtras(into, wait, fp8_weights, scales, lora=lora)
-    arrays = LayerArrays(x, ids, weights, *gate_and_up(w1), w2)
+    halves = (w1, None) if isinstance(w1, QuantizedWeight) else gate_and_up(w1)
+    arrays = LayerArrays(x, ids, weights, *halves, w2)
     return forward(arrays, LayerOptions(activation, **options), extras)
 
 

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import reference
 from moeblaze_cupy.quantised import scratch
-from moeblaze_cupy.types import FACTORS
+from moeblaze_cupy.types import FACTORS, Fp8Rows
 from tests.layer.test_device_code import emulated
+from tests.layer_calls import backward_into, forward_into
 from tests.quantised.cases import in_float64
 from tests.quantised.test_decode import on_device
 from tests.quantised.test_layer_quantised import (
@@ -111,6 +113,32 @@ def test_errors_are_those_of_the_products():
 
 def launches(device):
     return [device.launched.count(name) for name in ("mxfp4_to_e4m3", "mxfp4_to_e4m3_transposed", "decode")]
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_rows_in_e4m3_change_no_bit(save):
+    """Rows that another rank has quantised, on the emulator."""
+    found = []
+    for convert in (lambda rows: rows, lambda rows: Fp8Rows(*reference.fp8.quantize_rows(rows))):
+        with emulated(seed=1, tier="sm90") as device:
+            x, ids, weights, grad_out = inputs_of()
+            rows, grads = (
+                Fp8Rows(*map(device.put, of)) if isinstance(of, Fp8Rows) else device.put(of)
+                for of in (convert(x), convert(grad_out))
+            )
+            w1, w2 = (on_device(device, weight) for weight in frozen("mxfp4"))
+            out, saved = forward_into(
+                None, rows, device.put(ids), device.put(weights), w1, w2, precision="fp8", save=save
+            )
+            made, _ = backward_into(None, "moe_backward", grads, saved, ("x", "weights"), False, None)
+            device.synchronize()
+            found.append(
+                {name: np.asarray(of) for name, of in (("out", out), ("x", made.x), ("weights", made.weights))}
+            )
+        mb.release_scratch()
+    for name, want in found[0].items():
+        assert want.any()
+        np.testing.assert_array_equal(found[1][name], want, err_msg=name)
 
 
 @pytest.mark.parametrize("limited", [False, True])
