@@ -541,7 +541,7 @@ class MoE(torch.nn.Module):
         of_products = LayerOptions(gate_up=gate_up, precision=precision, memory_limit=memory_limit, fp8_wgrad=fp8_wgrad)
         beside = {"factors": lora_rank is not None, "packed": expert_format is not None}
         fp8_checks.wgrad("MoE", of_products, d_hidden, **beside)
-        self.precision, self.fp8_wgrad = precision, fp8_wgrad
+        self.precision, self.fp8_wgrad = precision, bool(fp8_wgrad)
         self._fp8 = torch_fp8.HeldFp8Weights()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
         width = d_hidden * (2 if is_gated(activation) else 1)
