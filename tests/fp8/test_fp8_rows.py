@@ -241,6 +241,13 @@ def test_layer_on_the_cpu():
         as_expected(found, plain, of_rounded)
 
 
+def in_e4m3(rows):
+    """Tensors on a GPU."""
+    out = Fp8Rows(rows.byte(), rows[:, 0].float())
+    fp8_rows.quantize_rows(rows, out)
+    return out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["minimal", "recompute", "fp8"])
 def test_layer_on_a_gpu(save, on_hopper):
@@ -250,11 +257,6 @@ def test_layer_on_a_gpu(save, on_hopper):
     x, ids, weights, w1, w2, grad_out = (torch.from_numpy(array).cuda() for array in inputs)
     x, w1, w2, grad_out = (tensor.bfloat16() for tensor in (x, w1, w2, grad_out))
     x[0], x[1, 3], x[2, 5] = 0, torch.nan, torch.inf
-
-    def in_e4m3(rows):
-        out = Fp8Rows(torch.empty_like(rows, dtype=torch.uint8), torch.empty(len(rows), device="cuda"))
-        fp8_rows.quantize_rows(rows, out)
-        return out
 
     def back(rows):
         made = in_e4m3(rows)
@@ -272,6 +274,24 @@ def test_layer_on_a_gpu(save, on_hopper):
     for name, array in found.items():
         assert torch.equal(array, of_rounded[name]), name
         assert torch.equal(array, plain[name]) == (name in ("out", "x", "weights")), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h", [512, 576])
+def test_weight_gradients_in_e4m3_on_a_gpu(h, on_hopper):
+    """All results have the bits of bf16 rows. With the first width x in bf16 becomes e4m3 beside other rows."""
+    torch = pytest.importorskip("torch")
+    inputs = make_layer_inputs(Case(L=8192, k=2, E=8, d=1024, h=h, routing="absent"), 0, np.float32)
+    x, ids, weights, w1, w2, grad_out = (torch.from_numpy(array).cuda() for array in inputs)
+    x, w1, w2, grad_out = (tensor.bfloat16() for tensor in (x, w1, w2, grad_out))
+    x[::5], grad_out[::7] = 0, 0
+    results = []
+    for rows, grads in ((x, grad_out), map(in_e4m3, (x, grad_out))):
+        out, saved = forward_into(None, rows, ids, weights, w1, w2, precision="fp8", fp8_wgrad=True)
+        made, _ = backward_into(None, "moe_backward", grads, saved, None, False, None)
+        results.append({"out": out, "x": made.x, "weights": made.weights, "w1": made.w1, "w2": made.w2})
+    for name, want in results[0].items():
+        assert want.any() and torch.equal(results[1][name], want), name
 
 
 def test_quantized_rows_on_the_cpu():
