@@ -257,12 +257,13 @@ struct ActivateBwdRows : EpilogueBase {
         const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;
         cp_async_wait<0>();  // fetch() ran past the last row: its copies must end before begin() fills these slots again
         __syncwarp();
-        float sum = 0.f;
+        float parts[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // lanes start at different 16 bytes, which spreads their reads over the banks
             const uint4 v = load_shared_16(finished.base + row * ROW_BYTES + half * 64 + (i + row) % 4 * 16);
-            sum += __uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) + __uint_as_float(v.w);
+            parts[i] = __uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) + __uint_as_float(v.w);
         }
+        float sum = (parts[0] + parts[2]) + (parts[1] + parts[3]);  // the same bits wherever the lane starts
         sum += __shfl_xor_sync(0xffffffffu, sum, 16);
         if (half == 0 && row < rows && params.partial_sums)
             params.partial_sums[static_cast<int64>(column / BN) * params.num_slots + row0 + row] = sum;

@@ -16,10 +16,10 @@
 //   WEIGHTS_ON_INPUT  The input of an expert is w * x, where w is the row's router weight; see grouped_gemm_sm80.cu.
 //   FP8_SAVED         up_fwd writes and down_bwd reads first_layer as e4m3 with scales (saved_scales.cuh).
 //   PUSHES            StoreTokenRows stores each row in the memory of the GPU that has the token, as push.cu does for k > 1.
-//   LORA              The products of lora_rows, of lora_rows.cu, and of the expert's low-rank factor are added. With
-//                     LORA_STAGES they begin the sums, and have stages of their own, filled by TMA, which writes zeros past
-//                     the ranks. With LORA_IN_SPARE they end them, and the factor's 16 ranks lie in the spare bytes
-//                     (lora_spare_sm90.cuh). With FP8 both end them, after the scales (lora_scaled_sm90.cuh).
+//   LORA              The products of lora_rows, of lora_rows.cu, and of the expert's low-rank factor end the sums, with FP8
+//                     after the scales (lora_scaled_sm90.cuh). With LORA_STAGES they have stages of their own, filled by TMA,
+//                     which writes zeros past the ranks. With LORA_IN_SPARE the factor's 16 ranks lie in the spare bytes
+//                     (lora_spare_sm90.cuh).
 //   FP8               A and B are e4m3 with scales (scaled_products_sm90.cuh). up_fwd also writes y_swi as e4m3, and down_bwd
 //                     first_layer_grad.
 // If the layer's output has a row per slot, slots take the place of tokens in down_fwd and down_bwd: expert_token_indices are
@@ -245,9 +245,6 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
         if (CLUSTER_CTAS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(taken_full, sizeof(int));
         const int expert = scheduler.current.expert, n0 = scheduler.current.column_tile * TILE_COLUMNS * B_PER_COLUMN;
         rows.begin(scheduler.current);
-#if LORA_STAGES && !FP8
-        produce_lora(p, scheduler.current, scheduler.multicast, barriers, rank, shared, state);
-#endif
         scheduler.prefetch();
         WorkTile next;
         for (int step = 0; step < steps; ++step) {
@@ -278,7 +275,7 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
             state.advance();
             if (GATHER && step == min(NEXT_TILE_STEP, steps - 1) && next.rows != NO_TILE) rows.prepare(next);
         }
-#if LORA_STAGES && FP8
+#if LORA_STAGES
         produce_lora(p, scheduler.current, scheduler.multicast, barriers, rank, shared, state);
 #endif
 #if LORA_IN_SPARE

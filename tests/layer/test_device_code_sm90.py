@@ -98,6 +98,22 @@ def test_schedules_clusters_and_orders_do_not_change_a_bit(choose, case):
     assert [differences(found[0], other) for other in found[1:]] == [[]] * (len(ways) - 1)
 
 
+@pytest.mark.parametrize("case", [GATED, PLAIN], ids=["gated", "plain"])
+def test_places_of_rows_do_not_change_a_bit(case):
+    """Each token's results, wherever its rows lie in their tiles."""
+    inputs, found = make_inputs(case, 0, DTYPES["bfloat16"]), []
+    for turn in range(5):
+        of_tokens = [np.roll(array, turn, axis=0) for array in (inputs[0], inputs[1], inputs[2], inputs[5])]
+        with on_hopper() as device:
+            layer = Layer(device, (*of_tokens[:3], *inputs[3:5], of_tokens[3]), case.activation)
+            results = layer.run(needs=("x", "weights"))
+            found.append({name: np.roll(in_float64(value), -turn, axis=0) for name, value in results.items()})
+    assert found[0].keys() == {"out", "x", "weights"} and all(value.any() for value in found[0].values())
+    for other in found[1:]:
+        for name, values in found[0].items():
+            np.testing.assert_array_equal(other[name], values, err_msg=name)
+
+
 def test_tiles_and_panels_do_not_change_a_bit(choose, monkeypatch):
     """Whichever of them the number of slots chooses."""
     case, panels = Case(L=60, k=3, E=3, d=776, h=72, routing="absent"), gemm_config.panels.__wrapped__

@@ -225,6 +225,24 @@ def test_square_tiles(monkeypatch, gate_up):
     check("sm90", inputs, lora, gate_up=gate_up)
 
 
+@pytest.mark.parametrize("gate_up", ["halves", "interleaved"])
+def test_places_of_factors_change_no_bit(monkeypatch, gate_up):
+    """16 ranks in the spare bytes, or in stages where tiles are square and a bias has the bytes."""
+    inputs, lora = problem(Case(L=300, k=2, E=3, d=328, h=264), (16, 16), DTYPES["bfloat16"], order=gate_up)
+    rng, found = np.random.default_rng(0), []
+    biases = {n: rng.standard_normal((3, size)).astype(np.float32) for n, size in (("b1", 528), ("b2", 328))}
+    for square in (False, True):
+        monkeypatch.setattr(gemm_config, "square_product", lambda *_, square=square: (square, ""))
+        runtime.forget()
+        with on("sm90") as device:
+            found.append(run(device, inputs, lora, gate_up=gate_up, **biases))
+            of_factors = [dict(v.macros)["LORA_STAGES"] for _, v in loader._kernels if v.entry == "down_fwd"]
+            assert of_factors == [str(int(square))]
+        assert_right(found[-1], inputs, lora, gate_up=gate_up, **biases)
+    for name in ("out", "x", "weights"):
+        assert np.asarray(found[0][name]).tobytes() == np.asarray(found[1][name]).tobytes(), name
+
+
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 def test_many_chunks(monkeypatch, tier):
     """Gradients are sums of parts, in their order; and several blocks of ranks."""
@@ -248,7 +266,7 @@ def test_many_chunks(monkeypatch, tier):
     ids=str,
 )
 def test_chunks_of_tokens(tier, save, ranks, of_lora):
-    """Within a limit of memory: the bits of out and of x's gradient, and sums over the chunks in float32.
+    """Within a limit of memory: the bits of what each token has, and sums over the chunks in float32.
 
     "recompute" also asks for the gradients of what the factors adapt.
     """
@@ -267,7 +285,7 @@ def test_chunks_of_tokens(tier, save, ranks, of_lora):
     assert got.keys() == want.keys()
     for name, values in want.items():
         assert got[name].dtype == values.dtype
-        if name in ("out", "x"):
+        if name in ("out", "x", "weights"):
             np.testing.assert_array_equal(got[name], values, name)
         else:  # a few sums in another order lie on the other side of a tie
             assert relative_error(in_float64(got[name]), in_float64(values)) <= 2**-9, name
@@ -294,7 +312,7 @@ def test_chunks_of_float32_layers():
 
 
 def test_chunks_over_frozen_experts():
-    """The bits of out and of x's gradient; the factors of experts that each chunk decodes."""
+    """The bits of what each token has; the factors of experts that each chunk decodes."""
     inputs, lora = problem(Case(L=330, k=2, E=3, d=64, h=64), (4, 4), DTYPES["bfloat16"], factor_dtype=np.float32)
     x, ids, weights, *_, grad_out = inputs
     packed = [random_weight("mxfp4", (3, 64, columns), None, i) for i, columns in enumerate((128, 64))]
@@ -316,5 +334,5 @@ def test_chunks_over_frozen_experts():
         assert sum(entry == "down_fwd" for entry in device.launched) > 2
     assert got.keys() == want.keys() == {"out", "x", "weights", *(f"lora.{name}" for name in NAMES)}
     for name, values in want.items():
-        tolerance = {"out": 0, "x": 0}.get(name, 2**-20)
+        tolerance = {"out": 0, "x": 0, "weights": 0}.get(name, 2**-20)
         assert relative_error(in_float64(got[name]), in_float64(values)) <= tolerance, name
