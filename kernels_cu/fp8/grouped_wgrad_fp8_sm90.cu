@@ -129,35 +129,26 @@ typedef RoundedTile Epilogue;
 // 8 q + r has number 4 (r / 2) + r % 2 + 2 q: eight lines that follow each other are what one 8 x 8 matrix of ldmatrix reads.
 __device__ __forceinline__ void produce(const GroupedWgradFp8Params& p, const WgradTileOrder& order, int tiles,
                                         const PipelineBarriers<1>& barriers, unsigned shared) {
-    constexpr int LINE_STEP = WARPGROUP / 8, LINES = BK / LINE_STEP, TOKENS = 512, PER_THREAD = TOKENS / WARPGROUP;
     constexpr int BOX = 128;
     static_assert(LINES == 8 && BK == WARPGROUP, "a thread's tokens of a stage are two int4");
-    static_assert(2 * TOKENS * sizeof(int) <= SPARE_BYTES, "two buffers of tokens");
     const int M = p.rows;
     auto tile_at = [&](int t) { return t < tiles ? order.tile(t) : WgradTile{}; };
     PipelineState state;
     const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
     const int number = (line & 7) / 2 * 4 + (line & 1) + line / 8 * 2;
     const unsigned dst = shared + line * LINE_BYTES + ((chunk ^ (line & 7)) * 16);
-    int* token_buffers = reinterpret_cast<int*>(dynamic_shared + SPARE);
     int buffer = 0;
     const unsigned ld = static_cast<unsigned>(p.ld);
-    int loaded[PER_THREAD];
-    auto load_tokens = [&](int first_row, int end_row) {
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            const int row = first_row + threadIdx.x + WARPGROUP * i;
-            loaded[i] = row < end_row ? p.expert_token_indices[row] : 0;
-        }
-    };
+    int loaded[TOKENS / WARPGROUP];
     WgradTile tile = tile_at(blockIdx.x);
-    load_tokens(tile.first_row, tile.end_row);
+    load_tokens(loaded, p, tile.first_row, tile.end_row);
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const WgradTile next = tile_at(t + gridDim.x);
         const bool inside = tile.m0 + chunk * 16 < M;
         const unsigned char* gathered = p.gathered + tile.m0 + tile.m0 / BM * p.gap + chunk * 16;
         const int column = tile.half * p.columns + tile.n0, first_rest = tile.slice * p.halves * p.columns + column;
-        auto fill = [&](const int* tokens, int first_row) {
+        auto fill = [&](const int4* buffered, int row, int first_row) {
+            const int* tokens = reinterpret_cast<const int*>(buffered) + row + number * LINES;
             const int4 low = *reinterpret_cast<const int4*>(tokens), high = *reinterpret_cast<const int4*>(tokens + 4);
             const int of_lines[LINES] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             const unsigned stage = state.stage * STAGE_BYTES, full = barriers.full_of(state.stage);
@@ -189,19 +180,7 @@ __device__ __forceinline__ void produce(const GroupedWgradFp8Params& p, const Wg
             cp_async_mbarrier_arrive(full);
             state.advance();
         };
-        if (tile.first_row == tile.end_row) load_tokens(next.first_row, next.end_row);
-        for (int start = tile.first_row; start < tile.end_row; start += TOKENS) {
-            int* tokens = token_buffers + buffer * TOKENS;
-            buffer ^= 1;
-            int* const to = tokens + (threadIdx.x & 15) * LINES + threadIdx.x / 16;
-#pragma unroll
-            for (int i = 0; i < PER_THREAD; ++i) to[WARPGROUP * i] = loaded[i];
-            named_barrier(PRODUCER_BARRIER, WARPGROUP);
-            const bool more = start + TOKENS < tile.end_row;
-            load_tokens(more ? start + TOKENS : next.first_row, more ? tile.end_row : next.end_row);
-            for (int first_row = start; first_row < min(start + TOKENS, tile.end_row); first_row += BK)
-                fill(tokens + (first_row - start) + number * LINES, first_row);
-        }
+        for_each_stage(p, tile, next, loaded, buffer, fill);
         tile = next;
     }
 }
@@ -301,17 +280,5 @@ __device__ __forceinline__ void consume(const GroupedWgradFp8Params& p, const Wg
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedWgradFp8Params p) {
-    __shared__ uint64 barrier_storage[2 * STAGES];
-    const PipelineBarriers<1> barriers(barrier_storage, WARPGROUP + 1);
-    const unsigned shared = uniform(shared_address(dynamic_shared));
-    const WgradTileOrder order = {(p.rows + BM - 1) / BM, (p.columns + BN - 1) / BN, p.halves, 1,
-                                  p.expert_token_offsets, p.experts_by_load};
-    const int tiles = p.num_experts * p.halves * order.m_tiles * order.n_tiles;
-    if (threadIdx.x < WARPGROUP) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
-        produce(p, order, tiles, barriers, shared);
-        return;
-    }
-    setmaxnreg_inc<CONSUMER_REGISTERS>();
-    consume(p, order, tiles, barriers);
+    run_wgrad(p, 1);
 }

@@ -134,36 +134,22 @@ typedef RoundedTile Epilogue;
 #endif
 
 // Runs in the producer warpgroup. Thread t copies 16-byte chunk t % 8 of lines t / 8 + 16 i of each block of 64 columns.
-//
-// The threads load token indices to shared memory, TOKENS at a time, one buffer ahead of their use. If each thread loaded its
-// own indices, even some stages ahead, the producer would wait for them. In a buffer the index of row line + 16 i of a stage's
-// 64 is at 4 line + i, so that a thread's four indices of a stage are one int4.
 __device__ __forceinline__ void produce(const GroupedWgradParams& p, const WgradTileOrder& order, int tiles,
                                         const PipelineBarriers<1>& barriers, unsigned shared) {
-    constexpr int LINE_STEP = WARPGROUP / 8, LINES = BK / LINE_STEP, TOKENS = 512, PER_THREAD = TOKENS / WARPGROUP;
     static_assert(LINES == 4, "a thread's tokens of a stage are one int4");
-    static_assert(2 * TOKENS * sizeof(int) <= SPARE_BYTES, "two buffers of tokens");
     constexpr int COLUMNS = GATHER_P ? BM : BN, ROUTED_COLUMNS = BM + BN - COLUMNS;
     const int M = p.rows, N = p.columns;
     auto tile_at = [&](int t) { return t < tiles ? order.tile(t) : WgradTile{}; };
     PipelineState state;
     const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
     const unsigned dst = shared + line * LINE_BYTES + ((chunk ^ (line & 7)) * 16);
-    int4* token_buffers = reinterpret_cast<int4*>(dynamic_shared + SPARE);
     int buffer = 0;
     const unsigned gathered_to = GATHER_P ? 0 : A_BYTES, routed_to = GATHER_P ? A_BYTES : 0;
     const unsigned ld_bytes = static_cast<unsigned>((GATHER_P ? p.ldp : p.ldq) * sizeof(element));
     const int extent = GATHER_P ? M : N, routed_extent = GATHER_P ? N : M;
-    int loaded[PER_THREAD];
-    auto load_tokens = [&](int first_row, int end_row) {
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            const int row = first_row + threadIdx.x + WARPGROUP * i;
-            loaded[i] = row < end_row ? p.expert_token_indices[row] : 0;
-        }
-    };
+    int loaded[TOKENS / WARPGROUP];
     WgradTile tile = tile_at(blockIdx.x);
-    load_tokens(tile.first_row, tile.end_row);
+    load_tokens(loaded, p, tile.first_row, tile.end_row);
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const WgradTile next = tile_at(t + gridDim.x);
         const int column0 = GATHER_P ? tile.m0 : tile.n0, routed_column0 = GATHER_P ? tile.n0 : tile.m0;
@@ -172,7 +158,8 @@ __device__ __forceinline__ void produce(const GroupedWgradParams& p, const Wgrad
         const int64 routed_ld = GATHER_P ? p.ldq : p.ldp;
         const element* gathered = (GATHER_P ? p.p : p.q) + tile.half * (GATHER_P ? p.p_half : p.q_half) + column0 + chunk * 8;
         const element* routed = (GATHER_P ? p.q : p.p) + tile.half * routed_half + routed_column0 + chunk * 8;
-        auto fill = [&](const int4 of_lines, int first_row) {
+        auto fill = [&](const int4* buffered, int row, int first_row) {
+            const int4 of_lines = buffered[row / LINES + line];
             const int tokens[LINES] = {of_lines.x, of_lines.y, of_lines.z, of_lines.w};
             const unsigned stage = state.stage * STAGE_BYTES, full = barriers.full_of(state.stage);
             const char* token_rows[LINES];  // computed before the wait, because consumers wait for the copies that follow it
@@ -215,19 +202,7 @@ __device__ __forceinline__ void produce(const GroupedWgradParams& p, const Wgrad
             cp_async_mbarrier_arrive(full);
             state.advance();
         };
-        if (tile.first_row == tile.end_row) load_tokens(next.first_row, next.end_row);
-        for (int start = tile.first_row; start < tile.end_row; start += TOKENS) {
-            int4* tokens = token_buffers + buffer * (TOKENS / LINES);
-            buffer ^= 1;
-            int* const to = reinterpret_cast<int*>(tokens) + threadIdx.x / 64 * 64 + (threadIdx.x & 15) * LINES;
-#pragma unroll
-            for (int i = 0; i < PER_THREAD; ++i) to[WARPGROUP * i + threadIdx.x / 16 % LINES] = loaded[i];
-            named_barrier(PRODUCER_BARRIER, WARPGROUP);
-            const bool more = start + TOKENS < tile.end_row;
-            load_tokens(more ? start + TOKENS : next.first_row, more ? tile.end_row : next.end_row);
-            for (int first_row = start; first_row < min(start + TOKENS, tile.end_row); first_row += BK)
-                fill(tokens[(first_row - start) / LINES + line], first_row);
-        }
+        for_each_stage(p, tile, next, loaded, buffer, fill);
         tile = next;
     }
 }
@@ -270,17 +245,5 @@ __device__ __forceinline__ void consume(const GroupedWgradParams& p, const Wgrad
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedWgradParams p) {
-    __shared__ uint64 barrier_storage[2 * STAGES];
-    const PipelineBarriers<1> barriers(barrier_storage, WARPGROUP + 1);
-    const unsigned shared = uniform(shared_address(dynamic_shared));
-    const WgradTileOrder order = {(p.rows + BM - 1) / BM, (p.columns + BN - 1) / BN, p.halves, p.splits,
-                                  p.expert_token_offsets, p.experts_by_load};
-    const int tiles = p.num_experts * p.halves * p.splits * order.m_tiles * order.n_tiles;
-    if (threadIdx.x < WARPGROUP) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
-        produce(p, order, tiles, barriers, shared);
-        return;
-    }
-    setmaxnreg_inc<CONSUMER_REGISTERS>();
-    consume(p, order, tiles, barriers);
+    run_wgrad(p, p.splits);
 }

@@ -1,5 +1,5 @@
-// Tiles of Hopper's weight gradients: their order, and what becomes of a finished one. Both operands in 16 bits and in e4m3
-// use it (grouped_wgrad_sm90.cu, grouped_wgrad_fp8_sm90.cu).
+// Tiles of Hopper's weight gradients: their order, their warp roles and stages, and what becomes of a finished one. Operands in
+// 16 bits and in e4m3 use it (grouped_wgrad_sm90.cu, grouped_wgrad_fp8_sm90.cu).
 #pragma once
 #include "gemm_core_sm90.cuh"
 
@@ -35,6 +35,64 @@ struct WgradTileOrder {
         return {slice, within / (m_tiles * n_tiles), position.m * BM, position.n * BN, first_row, end_row};
     }
 };
+
+// Tokens that the producer's threads load to shared memory at a time, one buffer ahead of their use. If each thread loaded its
+// own, even some stages ahead, the producer would wait for them.
+constexpr int TOKENS = 512;
+constexpr int LINE_STEP = WARPGROUP / 8, LINES = BK / LINE_STEP;  // a producer's thread copies lines t / 8 + LINE_STEP * i
+static_assert(2 * TOKENS * sizeof(int) <= SPARE_BYTES, "two buffers of tokens");
+
+// The thread's part of the tokens of rows from first_row on.
+template <class Params>
+__device__ __forceinline__ void load_tokens(int (&loaded)[TOKENS / WARPGROUP], const Params& p, int first_row, int end_row) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / WARPGROUP; ++i) {
+        const int row = first_row + threadIdx.x + WARPGROUP * i;
+        loaded[i] = row < end_row ? p.expert_token_indices[row] : 0;
+    }
+}
+
+// Calls fill(tokens, row, first_row) in the producer's threads for each stage of a tile, of rows first_row to first_row + BK - 1.
+// The token of its row l + LINE_STEP * i is the int number row + LINES * l + i of `tokens`, so that a thread's are one int4 or
+// two. loaded, buffer: the first of the tile's tokens, and the buffer for them; in the end those of the next tile.
+template <class Params, class Fill>
+__device__ __forceinline__ void for_each_stage(const Params& p, const WgradTile& tile, const WgradTile& next,
+                                               int (&loaded)[TOKENS / WARPGROUP], int& buffer, const Fill& fill) {
+    constexpr bool ONE_STAGE = BK == WARPGROUP;  // the threads load the tokens of one stage at a time, or of several
+    if (tile.first_row == tile.end_row) load_tokens(loaded, p, next.first_row, next.end_row);
+    for (int start = tile.first_row; start < tile.end_row; start += TOKENS) {
+        int4* tokens = reinterpret_cast<int4*>(dynamic_shared + SPARE) + buffer * (TOKENS / 4);
+        buffer ^= 1;
+        int* const to = reinterpret_cast<int*>(tokens) + (ONE_STAGE ? 0 : threadIdx.x / BK * BK) + (threadIdx.x & 15) * LINES;
+#pragma unroll
+        for (int i = 0; i < TOKENS / WARPGROUP; ++i)
+            to[WARPGROUP * i + (ONE_STAGE ? threadIdx.x / 16 : threadIdx.x / 16 % LINES)] = loaded[i];
+        named_barrier(PRODUCER_BARRIER, WARPGROUP);
+        const bool more = start + TOKENS < tile.end_row;
+        load_tokens(loaded, p, more ? start + TOKENS : next.first_row, more ? tile.end_row : next.end_row);
+        for (int first_row = start; first_row < min(start + TOKENS, tile.end_row); first_row += BK)
+            fill(tokens, first_row - start, first_row);
+    }
+}
+
+// The body of a kernel of weight gradients, which has produce() and consume() of its Params. splits: parts of an expert's rows,
+// by reference, as a copy takes four more instructions.
+template <class Params>
+__device__ __forceinline__ void run_wgrad(const Params& p, const int& splits) {
+    __shared__ uint64 barrier_storage[2 * STAGES];
+    const PipelineBarriers<1> barriers(barrier_storage, WARPGROUP + 1);
+    const unsigned shared = uniform(shared_address(dynamic_shared));
+    const WgradTileOrder order = {(p.rows + BM - 1) / BM, (p.columns + BN - 1) / BN, p.halves, splits,
+                                  p.expert_token_offsets, p.experts_by_load};
+    const int tiles = p.num_experts * p.halves * splits * order.m_tiles * order.n_tiles;
+    if (threadIdx.x < WARPGROUP) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        produce(p, order, tiles, barriers, shared);
+        return;
+    }
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume(p, order, tiles, barriers);
+}
 
 // Without ACCUMULATE and SPLIT_K: each warp stores its 16 rows of a tile as elements, between the k-steps of the next tile.
 struct RoundedTile : EpilogueBase {

@@ -195,6 +195,7 @@ def test_weight_gradients_are_summed_with_those_of_other_ranks():
 
 PIPELINE, CORE = "pipeline_sm90.cuh", "gemm_core_sm90.cuh"
 GEMM, WGRAD, EPILOGUE = "grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "epilogue_bwd_sm90.cuh"
+WGRAD_TILES = "wgrad_tiles_sm90.cuh"
 
 
 class Mutation(NamedTuple):
@@ -229,7 +230,7 @@ MUTATIONS = {
         "up_fwd", GEMM, "CLUSTER_CTAS == 2 && stage < STAGES;", "false;", True
     ),
     "rows of a and b not awaited": Mutation("down_bwd", EPILOGUE, "        cp_async_wait<1>();\n", ""),
-    "tokens not awaited": Mutation("down_wgrad", WGRAD, "named_barrier(PRODUCER_BARRIER, WARPGROUP);\n", ""),
+    "tokens not awaited": Mutation("down_wgrad", WGRAD_TILES, "named_barrier(PRODUCER_BARRIER, WARPGROUP);\n", ""),
 }
 
 
