@@ -13,8 +13,6 @@
 #include "byte_tile.cuh"
 #include "fp8.cuh"
 
-static_assert(TILE == 128 && THREADS == 256, "16 threads span a row of a tile, 16 blocks of 8 rows its rows");
-
 template <bool ALIGNED>
 __device__ __forceinline__ void store_e4m3(unsigned char* to, uint2 v, int64 valid) {
     if (ALIGNED) {
@@ -139,9 +137,6 @@ struct QuantizeWeightsParams {
     int outer, inner, halves, amax_ld, scales_ld, same_ld, transposed_ld;
 };
 
-// A thread holds BLOCKS blocks of BLOCK_LINES lines of eight elements.
-constexpr int BLOCK_LINES = 4, BLOCKS = TILE * TILE / (8 * BLOCK_LINES) / THREADS;
-
 struct WeightTile {
     int expert, half, outer, inner;  // outer, inner: the tile's first line and first element
 
@@ -149,19 +144,16 @@ struct WeightTile {
     __device__ __forceinline__ explicit WeightTile(const QuantizeWeightsParams<T>& p)
         : expert(blockIdx.y / p.halves), half(blockIdx.y % p.halves), outer(blockIdx.x / ((p.inner + TILE - 1) / TILE) * TILE),
           inner(blockIdx.x % ((p.inner + TILE - 1) / TILE) * TILE) {}
-    // Returns the place where a thread's i-th block begins in the tile.
-    static __device__ __forceinline__ int line(int i) { return (i * THREADS + threadIdx.x) / 16 * BLOCK_LINES; }
-    static __device__ __forceinline__ int column() { return threadIdx.x % 16 * 8; }
 
     template <bool ALIGNED, class T>
     __device__ __forceinline__ void load(Row8<T> (&v)[BLOCKS][BLOCK_LINES], const QuantizeWeightsParams<T>& p) const {
-        const T* from = (half ? p.second : p.first) + expert * p.expert_stride + inner + column();
+        const T* from = (half ? p.second : p.first) + expert * p.expert_stride + inner + block_column();
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
             for (int j = 0; j < BLOCK_LINES; ++j) {
-                const int o = outer + line(i) + j;
-                v[i][j].template load<ALIGNED>(from + o * p.ld, o < p.outer ? p.inner - inner - column() : 0);
+                const int o = outer + block_line(i) + j;
+                v[i][j].template load<ALIGNED>(from + o * p.ld, o < p.outer ? p.inner - inner - block_column() : 0);
             }
     }
 };
@@ -199,7 +191,7 @@ __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
     const Scaling scaling = scaling_of(__uint_as_float(p.amax[tile.expert * p.amax_ld + tile.half]));
     if (blockIdx.x == 0 && threadIdx.x < p.scales_ld / p.halves)
         p.scales[tile.expert * p.scales_ld + tile.half + threadIdx.x] = scaling.scale;
-    unsigned char* same = p.same + tile.expert * p.size + tile.half * p.same_half + tile.inner + tile.column();
+    unsigned char* same = p.same + tile.expert * p.size + tile.half * p.same_half + tile.inner + block_column();
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
         unsigned low[BLOCK_LINES], high[BLOCK_LINES];
@@ -208,17 +200,11 @@ __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
             float v[8];
             held[i][j].unpack(v);
             const uint2 packed = pack_e4m3(v, scaling.factor, scaling.factor);
-            const int o = tile.outer + tile.line(i) + j;
-            store_e4m3<ALIGNED>(same + int64(o) * p.same_ld, packed, o < p.outer ? p.inner - tile.inner - tile.column() : 0);
+            const int o = tile.outer + block_line(i) + j;
+            store_e4m3<ALIGNED>(same + int64(o) * p.same_ld, packed, o < p.outer ? p.inner - tile.inner - block_column() : 0);
             low[j] = packed.x, high[j] = packed.y;
         }
-        transpose_bytes(low);
-        transpose_bytes(high);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            words[byte_tile_word(tile.column() + c, tile.line(i) / 4)] = low[c];
-            words[byte_tile_word(tile.column() + 4 + c, tile.line(i) / 4)] = high[c];
-        }
+        put_transposed(words, i, low, high);
     }
     __syncthreads();
     unsigned char* transposed = p.transposed + tile.expert * p.size + tile.half * p.transposed_half + tile.outer;

@@ -8,8 +8,6 @@
 #include "byte_tile.cuh"
 #include "fp8.cuh"
 
-static_assert(TILE == 128 && THREADS == 256, "16 threads span a row of a tile, 16 blocks of 8 rows its rows");
-
 template <class T>
 struct RoutedParams {
     T* rows;                          // (R, halves * columns) T, in and out
@@ -21,8 +19,6 @@ struct RoutedParams {
     int columns;                      // of a half, a multiple of 64
     int halves, groups, num_experts;  // groups: those of all halves
 };
-
-constexpr int BLOCK_LINES = 4, BLOCKS = TILE * TILE / (8 * BLOCK_LINES) / THREADS;
 
 // The block's rows and columns. All threads of the block make it; `expert` is -1 if there are no rows.
 struct RoutedTile {
@@ -43,8 +39,6 @@ struct RoutedTile {
         const int of_half = p.groups / p.halves, half = group / of_half, inside = group % of_half * TILE;
         column = half * p.columns + inside, columns = p.columns - inside;
     }
-    static __device__ __forceinline__ int line(int i) { return (i * THREADS + threadIdx.x) / 16 * BLOCK_LINES; }
-    static __device__ __forceinline__ int lane_column() { return threadIdx.x % 16 * 8; }
 
     // Loads the thread's elements, each row times its token's scale; zeros past the last row and column.
     template <class T>
@@ -56,9 +50,10 @@ struct RoutedTile {
         for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
             for (int j = 0; j < BLOCK_LINES; ++j) {
-                const int row = first_row + line(i) + j;
+                const int row = first_row + block_line(i) + j;
                 const bool inside = row < end_row;
-                held[i][j].template load<true>(p.rows + row * ld + column + lane_column(), inside ? columns - lane_column() : 0);
+                held[i][j].template load<true>(p.rows + row * ld + column + block_column(),
+                                               inside ? columns - block_column() : 0);
                 scales[i][j] = inside ? p.token_scales[p.expert_token_indices[row]] : 0.f;
             }
 #pragma unroll
@@ -89,13 +84,7 @@ __device__ void transpose_routed(const RoutedParams<T>& p) {
             const uint2 packed = pack_e4m3(v[i][j], factor, factor);
             low[j] = packed.x, high[j] = packed.y;
         }
-        transpose_bytes(low);
-        transpose_bytes(high);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            words[byte_tile_word(tile.lane_column() + c, tile.line(i) / 4)] = low[c];
-            words[byte_tile_word(tile.lane_column() + 4 + c, tile.line(i) / 4)] = high[c];
-        }
+        put_transposed(words, i, low, high);
     }
     __syncthreads();  // all threads have read the tile
     const int64 ld = int64(p.halves) * p.columns;
