@@ -4,6 +4,7 @@ An operand is e4m3 times scales that the test chooses. The oracle is the product
 what a kernel quantises itself the recipe in float32: scale = amax / 448, elements rounded to nearest even.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -18,13 +19,12 @@ from moeblaze_cupy import reference
 from moeblaze_cupy.cuda import launch_config, loader, runtime
 from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.frameworks import CuPy, Torch
-from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.types import activation_of, is_gated, pair
-from tests.cases import Case
+from tests.cases import Case, relative_error
 from tests.cases import make_inputs as make_layer_inputs
 from tests.layer.test_device_code import MARGIN, emulated, in_float64
-from tests.layer.test_device_code_sm90 import ONE_CLUSTER, TWO_CLUSTERS
+from tests.layer.test_device_code_sm90 import ONE_CLUSTER, TWO_CLUSTERS, choose_schedule
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 GROUP = launch_config.GROUP_COLUMNS
@@ -54,11 +54,7 @@ TO_TOKENS = Shape(L=150, k=1, E=3, d=272, h=144)
 
 @pytest.fixture(autouse=True)
 def choose(monkeypatch):
-    def chosen(dynamic=False, clusters=False):
-        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: (dynamic, ""))
-        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: (clusters, ""))
-        runtime.forget()
-
+    chosen = functools.partial(choose_schedule, monkeypatch)
     chosen()
     return chosen
 
@@ -284,6 +280,17 @@ LAYERS = [
 TOLERANCE = 0.02
 
 
+def host(values):
+    """In float64, pairs side by side."""
+    return np.concatenate([in_float64(np.asarray(v)).ravel() for v in pair(values)])
+
+
+def assert_near(found, want):
+    """Arrays by name; those that are None are left out."""
+    for name, array in found.items():
+        assert array is None or relative_error(host(array), host(want[name])) <= TOLERANCE, name
+
+
 WAYS = [(0, "minimal"), (0, "fp8"), (0, "recompute"), (0, "paper"), (1, "minimal"), (2, "minimal"), (2, "recompute")]
 
 
@@ -304,10 +311,9 @@ def test_layer(number, save):
             got, saved = mb.moe_forward(x, ids, weights, w1, w2, **options, **given)
             found.append({"out": got, **vars(mb.moe_backward(grad_out, saved))})
             device.synchronize()
+            assert_near(found[-1], want)
             found[-1] = {name: host(array) for name, array in found[-1].items() if array is not None}
     for name, array in found[0].items():
-        exact = host(want[name])
-        assert np.linalg.norm(array - exact) <= TOLERANCE * np.linalg.norm(exact), name
         for other in found[1:]:
             np.testing.assert_array_equal(array, other[name], err_msg=name)
 
@@ -349,15 +355,7 @@ def test_options_of_the_layer(name, number):
         got, saved = mb.moe_forward(*layer, precision="fp8", **given)
         found = {"out": got, **vars(mb.moe_backward(grad_out, saved))}
         device.synchronize()
-        for key, array in found.items():
-            if array is not None:
-                exact = host(want[key])
-                assert np.linalg.norm(host(array) - exact) <= TOLERANCE * np.linalg.norm(exact), key
-
-
-def host(values):
-    """In float64, pairs side by side."""
-    return np.concatenate([in_float64(np.asarray(v)).ravel() for v in pair(values)])
+        assert_near(found, want)
 
 
 def test_the_checks_of_the_bench():

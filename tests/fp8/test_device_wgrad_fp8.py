@@ -15,8 +15,8 @@ from moeblaze_cupy.dispatch import launches as dispatch
 from moeblaze_cupy.fp8 import wgrad
 from moeblaze_cupy.frameworks import CuPy
 from moeblaze_cupy.gemm.products import Weight
-from tests.cases import Case, make_inputs
-from tests.fp8.test_device_fp8 import TOLERANCE, host
+from tests.cases import Case, make_inputs, relative_error
+from tests.fp8.test_device_fp8 import Routed, assert_near, host
 from tests.layer.test_device_code import MARGIN, emulated, in_float64
 from tests.layer.test_device_code_sm90 import ONE_CLUSTER
 
@@ -37,11 +37,9 @@ def inputs(halves, seed=0):
     scales = (np.exp(rng.standard_normal(L) * 2) / 100).astype(np.float32)
     scales[5], x[5] = 0, 0  # of a row of zeros
     rows = (rng.standard_normal((L * k, halves * h)) * np.exp(rng.standard_normal((L * k, 1)))).astype(BF16)
-    flat = ids.ravel()
-    order = np.argsort(flat, kind="stable")
-    order = order[flat[order] >= 0]
-    rows[order.size :] = np.nan  # no slot's
-    return ids, x, scales, rows, order // k, flat[order]
+    routed = Routed(ids)
+    rows[routed.count :] = np.nan  # no slot's
+    return ids, x, scales, rows, routed.tokens, routed.experts
 
 
 def in_groups(values, halves):
@@ -133,14 +131,10 @@ def test_layer(name):
         got, saved = mb.moe_forward(*layer, **options)
         found = {"out": got, **vars(mb.moe_backward(grad_out, saved))}
         device.synchronize()
-        for key, array in found.items():
-            if array is not None:
-                wanted = host(want[key])
-                assert np.linalg.norm(host(array) - wanted) <= TOLERANCE * np.linalg.norm(wanted), key
+        assert_near(found, want)
         entries = {variant.source: variant for _, variant in loader._kernels}
         assert "grouped_wgrad_fp8_sm90.cu" in entries and "grouped_wgrad_sm90.cu" not in entries
     if name != "input":
         for key in ("w1", "w2"):
-            exact_one = host(exact[key])
-            error = np.linalg.norm(host(want[key]) - exact_one) / np.linalg.norm(exact_one)
+            error = relative_error(host(want[key]), host(exact[key]))
             assert 0.05 < error < 0.08, (key, error)

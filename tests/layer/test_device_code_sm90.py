@@ -33,15 +33,20 @@ SHORT = Case(L=150, k=2, E=20, d=72, h=136)
 TO_TOKENS = Case(L=150, k=1, E=3, d=264, h=72, routing="absent")
 
 
+def choose_schedule(monkeypatch, dynamic=False, clusters=False):
+    """Sets how CTAs share the work of products, whatever the sizes: by the dynamic schedule, in clusters."""
+    monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: (dynamic, ""))
+    monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: (clusters, ""))
+    runtime.forget()
+
+
 @pytest.fixture(autouse=True)
 def choose(monkeypatch):
-    """Sets how CTAs share the work, whatever the sizes: by the dynamic schedule, in clusters, by split-K."""
+    """As `choose_schedule`, and whether weight gradients go by split-K."""
 
     def chosen(dynamic=False, clusters=False, splits=1):
-        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: (dynamic, ""))
-        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: (clusters, ""))
         monkeypatch.setattr(gemm_config, "split_k", lambda *_: (splits, ""))
-        runtime.forget()
+        choose_schedule(monkeypatch, dynamic, clusters)
 
     chosen()
     return chosen

@@ -14,6 +14,7 @@ from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.lora import config as lora_config
 from tests.cases import Case, relative_error
 from tests.layer.test_device_code import DEEP_STAGES, OUTLIER, emulated, in_float64
+from tests.layer.test_device_code_sm90 import choose_schedule
 from tests.lora.lora_cases import NAMES, by_name, exact, problem
 from tests.quantised.cases import random_weight
 from tests.quantised.test_decode import on_device
@@ -198,23 +199,22 @@ def test_zeros_of_second_factors_change_no_bit(tier):
         assert np.asarray(values).tobytes() == np.asarray(got[name]).tobytes(), name
 
 
-SCHEDULES = [(False, False), (True, False), (True, True), (False, True)]
+def assert_schedules_change_no_bit(monkeypatch, inputs, lora, **options):
+    """Returns the results, which are the same by the dynamic schedule and in clusters."""
+    found = []
+    for dynamic, clusters in ((False, False), (True, False), (True, True), (False, True)):
+        choose_schedule(monkeypatch, dynamic, clusters)
+        with emulated(replace(HOPPER, multiprocessors=4), tier="sm90", clusters_at_once=2) as device:
+            found.append(run(device, inputs, lora, needs=("x", "weights", "lora"), **options))
+        for name, values in found[0].items():
+            assert np.asarray(found[-1][name]).tobytes() == np.asarray(values).tobytes(), (name, dynamic, clusters)
+    return found[0]
 
 
 @pytest.mark.parametrize("case", [RAGGED, Case(L=150, k=2, E=20, d=72, h=136)], ids=["few_tiles", "many_tiles"])
 def test_hoppers_schedules_and_clusters_change_no_bit(monkeypatch, case):
     inputs, lora = problem(case, (16, 80), DTYPES["bfloat16"])
-    first = None
-    for dynamic, clusters in SCHEDULES:
-        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_, dynamic=dynamic: (dynamic, ""))
-        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_, clusters=clusters: (clusters, ""))
-        runtime.forget()
-        with emulated(replace(HOPPER, multiprocessors=4), tier="sm90", clusters_at_once=2) as device:
-            got = run(device, inputs, lora, needs=("x", "weights", "lora"))
-        if first is None:
-            first = got
-            assert_right(got, inputs, lora)
-        assert all(np.asarray(got[n]).tobytes() == np.asarray(first[n]).tobytes() for n in first)
+    assert_right(assert_schedules_change_no_bit(monkeypatch, inputs, lora), inputs, lora)
 
 
 @pytest.mark.parametrize("gate_up", ["halves", "interleaved"])
