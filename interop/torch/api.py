@@ -710,6 +710,15 @@ class MoE(torch.nn.Module):
         w1 = torch_quantised.from_bytes(up, dtype, self.w1_data, self.w1_scales)
         return w1, torch_quantised.from_bytes(down, dtype, self.w2_data, self.w2_scales)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # What the class did not have yet when the module was pickled is off.
+        of_others = "bias", "renormalize", "expert_bias", "device", "dtype"
+        new = {n: value for n, value in (MoE.__init__.__kwdefaults__ or {}).items() if n not in of_others}
+        new |= {"_fp8": torch_fp8.HeldFp8Weights(), "_sharded": False}
+        if "_d_hidden" not in state:
+            new["_d_hidden"] = state["_parameters"]["w2_storage"].shape[-1]
+        super().__setstate__(new | state)  # type: ignore[no-untyped-call]  # torch gives it no types
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("w1", "w2"):
             raise AttributeError(f"MoE.{name}: expected a new {name}_storage, of which it is a view, got a new {name}")

@@ -393,6 +393,20 @@ def test_copies_of_a_module_have_weights_of_their_own():
     assert torch.equal(layer(x), want)
 
 
+def test_modules_that_were_pickled_by_an_older_class():
+    """What it did not have is off, and none of its values shadows a buffer or a parameter."""
+    layer, x = MoE(16, 32, 4, 2, bias=True, expert_bias=True, save="recompute", renormalize=False), torch.randn(3, 16)
+    names = {"precision", "fp8_wgrad", "expert_format", "lora_rank", "lora_alpha", "memory_limit", "identity_experts"}
+    newer = {**vars(layer)}
+    older = {name: value for name, value in newer.items() if name not in names | {"_fp8", "_sharded", "_d_hidden"}}
+    found = MoE.__new__(MoE)
+    found.__setstate__(older)
+    assert vars(found).keys() == newer.keys()
+    assert found.save == "recompute" and not found.renormalize and found._d_hidden == 32
+    assert torch.equal(found(x), layer(x)) and found.state_dict().keys() == layer.state_dict().keys()
+    found.quantize_experts("nf4")
+
+
 @pytest.mark.parametrize("hold", [False, True])
 def test_training_after_inference_mode(hold):
     layer, x = layer_of(), tokens(1)
