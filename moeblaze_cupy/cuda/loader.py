@@ -30,9 +30,11 @@ IMPLIED_MACROS = (
     *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS", "TILE_BYTES", "SPARE_BYTES"),
 )  # implied by the other constants
 
+NOTHING = 'extern "C" __global__ void nothing() {}\n'
 SPLIT_COMPILE = "-split-compile=4"  # threads for the entries of a source that has many; NVRTC 13 takes it
 
 _lock = threading.Lock()
+_one_at_a_time = threading.Lock()  # for what is done once and kept, so that threads do not all do it
 _kernels: dict[tuple[int, "Variant"], "_Kernel"] = {}
 _modules: dict[tuple[str, tuple[tuple[str, str], ...]], "_Module"] = {}
 _ahead: deque[tuple[int, "_Module"]] = deque()  # requests of `compile_ahead` that no thread has begun
@@ -85,11 +87,10 @@ def source_digest(source: str) -> str:
     """Returns a digest over a kernel source and the headers that it includes, directly or through others."""
     paths, names, digest = source_paths(source_folder()), [source], hashlib.sha256()
     for name in names:  # the list grows in the loop
-        with open(paths[name], "rb") as file:
-            code = file.read()
-        digest.update(name.encode() + b"\0" + code + b"\0")
-        included = re.findall(rb'^\s*#\s*include\s+"([^"]+)"', code, re.MULTILINE)
-        names += [found for found in dict.fromkeys(map(bytes.decode, included)) if found not in names]
+        code = params.source_text(paths[name])
+        digest.update(f"{name}\0{code}\0".encode())
+        included = re.findall(r'^\s*#\s*include\s+"([^"]+)"', code, re.MULTILINE)
+        names += [found for found in dict.fromkeys(included) if found not in names]
     return digest.hexdigest()[:16]
 
 
@@ -108,8 +109,7 @@ def source(variant: Variant) -> str:
     which Nsight Compute and cuda-gdb find it.
     """
     path = source_paths(source_folder())[variant.source]
-    with open(path) as file:
-        code = file.read()
+    code = params.source_text(path)
     name = path.replace("\\", "/") if has_line_info() else variant.source
     structs = {table.struct: table for table in params.tables(variant.source, variant.macros).values()}
     checks = "".join(table.assertions() for table in structs.values())
@@ -210,7 +210,8 @@ class _Module:
         """Returns a `cupy.RawModule`, compiled or from the disk, loaded on this device, which is the current one."""
         with self.lock:
             if self._raw is None:
-                self._raw = self._new()
+                with _one_at_a_time:
+                    self._raw = self._new()
             if device not in self.devices:
                 self._raw.compile()
                 self.devices.add(device)
@@ -223,7 +224,17 @@ class _Module:
         options = _common_options(variant)
         if not variant.macros and cupy.cuda.nvrtc.getVersion() >= (13, 0):
             options = (*options, SPLIT_COMPILE)
+        _prepare(options)
         return cupy.RawModule(code=defines + source(variant), options=options)
+
+
+@functools.cache
+def _prepare(options: tuple[str, ...]) -> None:
+    """Makes CuPy compile its empty file for these options, which it does even where the cubin is on the disk.
+
+    Else every thread would do so that comes before the first one has ended.
+    """
+    import_cupy().RawModule(code=NOTHING, options=options).compile()
 
 
 def _module(variant: Variant) -> _Module:

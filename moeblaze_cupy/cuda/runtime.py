@@ -114,9 +114,9 @@ class _Bound:
     )
 
     def __init__(self, device: int, launch: Launch) -> None:
-        params = self.params = launch.params
-        self.scalars = launch.scalars
         self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
+        params = self.params = launch.params  # after the kernel: who loaded it has read them
+        self.scalars = launch.scalars
         self.geometry = (*launch.blocks, launch.threads, 1, 1, launch.shared_bytes)
         self.driver_launch = self.kernel.launcher(self.geometry, launch.overlaps)
         self.maps = [launch.maps[name] for name in params.maps]

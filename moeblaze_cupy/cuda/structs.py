@@ -108,11 +108,13 @@ class Params:
         return count + "".join(f"static_assert({what} == {number}, {text});\n" for what, number in checks)
 
 
+@cache
 def source_folder() -> str:
     """Returns the folder of the kernel sources."""
     return str(resources.files("moeblaze_cupy.kernels_cu"))
 
 
+@cache
 def source_paths(folder: str) -> dict[str, str]:
     """Returns the paths of kernel sources and headers in a folder's folders, by name. No two folders share a name."""
     found = {
@@ -124,16 +126,23 @@ def source_paths(folder: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _without_comments(name: str) -> str:
-    with open(source_paths(source_folder())[name]) as file:
-        return re.sub(r"//.*", "", file.read())
+@cache
+def source_text(path: str) -> str:
+    """Returns the text of a source or header, which a process reads once."""
+    with open(path) as file:
+        return file.read()
+
+
+@cache
+def _without_comments(path: str) -> str:
+    return re.sub(r"//.*", "", source_text(path))
 
 
 def included(source: str) -> list[str]:
     """Returns the source and all headers that it includes, by name, also those under conditions."""
-    names = [source]
+    paths, names = source_paths(source_folder()), [source]
     for name in names:
-        headers = re.findall(r'^#include "(.+)"', _without_comments(name), re.MULTILINE)
+        headers = re.findall(r'^#include "(.+)"', _without_comments(paths[name]), re.MULTILINE)
         names += [header for header in dict.fromkeys(headers) if header not in names]
     return names
 
@@ -141,7 +150,8 @@ def included(source: str) -> list[str]:
 @cache
 def _code(source: str) -> str:
     """Returns a source with its includes, without comments, each macro on one line."""
-    return "".join(map(_without_comments, included(source))).replace("\\\n", " ")
+    paths = source_paths(source_folder())
+    return "".join(_without_comments(paths[name]) for name in included(source)).replace("\\\n", " ")
 
 
 def _declarations(body: str, macros: Mapping[str, str]) -> Iterable[str]:

@@ -315,13 +315,18 @@ def sources(tmp_path, monkeypatch):
     folder = tmp_path / "kernels_cu"
     shutil.copytree(loader.source_folder(), folder)
     monkeypatch.setattr(loader, "source_folder", lambda: str(folder))
-    loader.source_digest.cache_clear()
+    forget_sources()
     yield folder
-    loader.source_digest.cache_clear()
+    forget_sources()
+
+
+def forget_sources():
+    for cached in (loader.source_digest, structs.source_text):
+        cached.cache_clear()
 
 
 def fresh_digests():
-    loader.source_digest.cache_clear()
+    forget_sources()
     return {source: loader.source_digest(source) for source in loader.sources()}
 
 
@@ -392,7 +397,8 @@ class FakeModule:
     made: ClassVar[list] = []
 
     def __init__(self, code, options):
-        self.made.append(self)
+        if code != loader.NOTHING:
+            self.made.append(self)
         self.code, self.options, self.compiled, self.limits = code, options, 0, []
 
     def compile(self):
@@ -453,7 +459,7 @@ def cupy(monkeypatch):
     monkeypatch.setattr(FakeModule, "made", [])
     monkeypatch.setattr(loader, "_modules", {})
     monkeypatch.setattr(loader, "_ahead", deque())
-    caches = (loader._device_limits,)
+    caches = (loader._device_limits, loader._prepare)
     for cache in caches:
         cache.cache_clear()
     yield fake
@@ -609,6 +615,25 @@ def test_a_forward_asks_for_its_kernels_and_those_of_its_backward(monkeypatch, s
     dataclasses.replace(layer, L=300).forward(device)
     assert len(asked) == 1
     runtime.forget()
+
+
+def test_threads_prepare_the_compiler_once_for_each_list_of_options(cupy, monkeypatch):
+    """CuPy compiles an empty file for each, also in two threads at a time, and before it looks for a cubin."""
+    begun = []
+    monkeypatch.setattr(
+        FakeModule, "compile", lambda module: begun.append((module.code == loader.NOTHING, module.options))
+    )
+    monkeypatch.setattr(loader, "cores", lambda: 8)
+    options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True, "tier": "sm90"}
+    assert loader.compile_ahead(0, [*HELPED, *(gemm_variant(entry, **options) for entry in GEMMS)])
+    for thread in threading.enumerate():
+        if thread.name.startswith("moeblaze_cupy"):
+            thread.join(60)
+    prepared = [options for nothing, options in begun if nothing]
+    assert len(begun) == len(prepared) + len(HELPED) + len(GEMMS)
+    assert len(prepared) == len(set(prepared)) == len({options for _, options in begun}) > 1
+    for options in prepared:
+        assert begun.index((True, options)) < begun.index((False, options))
 
 
 def test_an_error_comes_where_the_kernel_is_launched(cupy, monkeypatch):

@@ -97,6 +97,8 @@ class Module:
     """cupy.RawModule."""
 
     def __init__(self, device, code: str, options: tuple):
+        if code == loader.NOTHING:
+            return
         self.device = device
         self.source = re.search(r'^#line 1 "(\w+\.cu)"\n', code, re.MULTILINE)[1]
         defines, pragma, rest = code.partition("#pragma")
