@@ -15,7 +15,6 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks
@@ -24,6 +23,7 @@ from moeblaze_cupy.fp8 import api as quantization
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import quantize
 from moeblaze_cupy.interop.torch import private
+from moeblaze_cupy.interop.torch.following import follow
 from moeblaze_cupy.interop.torch.schema import concrete, declared, define, describe, nothing, split
 from moeblaze_cupy.layer.api import LayerExtras, forward
 from moeblaze_cupy.types import (
@@ -473,8 +473,12 @@ def count_beside_operators(
     count_flops(layer.x, flops)
 
 
-_packets = torch.ops.moeblaze
-register_flop_formula(_packets.count_flops, get_raw=True)(lambda like, flops, out_val=None: flops)
-register_flop_formula([_packets.moe_fwd, _packets.moe_infer], get_raw=True)(_forward_flops)
-register_flop_formula([_packets.moe_bwd, _packets.moe_bwd_], get_raw=True)(_backward_flops(False))
-register_flop_formula([_packets.moe_bwd_acc, _packets.moe_bwd_acc_], get_raw=True)(_backward_flops(True))
+def _register_flops(flop_counter: Any) -> None:
+    ours, register = torch.ops.moeblaze, flop_counter.register_flop_formula
+    register(ours.count_flops, get_raw=True)(lambda like, flops, out_val=None: flops)
+    register([ours.moe_fwd, ours.moe_infer], get_raw=True)(_forward_flops)
+    register([ours.moe_bwd, ours.moe_bwd_], get_raw=True)(_backward_flops(False))
+    register([ours.moe_bwd_acc, ours.moe_bwd_acc_], get_raw=True)(_backward_flops(True))
+
+
+follow("torch.utils.flop_counter", _register_flops)  # which imports Triton

@@ -1,7 +1,10 @@
 """The torch operators: what they promise torch, and that calls by them are the calls of eager mode."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -400,6 +403,27 @@ def test_flops_of_sums_are_those_of_gradients():
             moe(x, ids, weights, w1, w2, accumulate_into_main_grad=accumulates).sum().backward()
         found.append(counter.get_total_flops())
     assert found[0] == found[1] > 0
+
+
+def test_flops_are_counted_whenever_the_counter_is_imported():
+    """The counter imports Triton, so the adapter leaves its import to whoever counts."""
+    code = """
+import importlib, sys
+from moeblaze_cupy.interop.torch import MoE
+import torch
+assert not {"torch.utils.flop_counter", "triton"} & sys.modules.keys()
+import torch.utils.flop_counter as flop_counter
+layer, x = MoE(8, 6, 4, 2), torch.randn(5, 8, requires_grad=True)
+operators = torch.ops.moeblaze.moe_fwd, torch.ops.moeblaze.moe_bwd_
+for module in (flop_counter, importlib.reload(flop_counter)):
+    with module.FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    print(*map(counter.get_flop_counts()["Global"].get, operators))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    products = 3 * 2 * (5 * 2) * 8 * 6  # of gate, up and down: L k slots by d by h
+    assert done.stdout == f"{products} {2 * products}\n" * 2, done.stderr
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
