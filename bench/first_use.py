@@ -5,7 +5,7 @@ python -m bench.first_use --out FILE.json [--cores 2,8,16]
 Each row is a process of its own on so many cores. It imports torch, CuPy and this package one after another. A step of
 torch alone follows. Then it makes a `MoE` and its tokens on the GPU, and waits for the GPU after the first forward,
 after the first backward of a loss, and after both again. The cold row has an empty folder for CuPy's kernel cache, the
-warm row has what the cold one left there.
+warm row has what the cold one left there. The package's modules are compiled to bytecode first, as by an installation.
 """
 
 import argparse
@@ -73,6 +73,7 @@ def first_use(cores: int, cache: str, device: str, sizes: tuple[int, ...]) -> di
 def measured(numbers: tuple[int, ...], device: str, case: cases.LayerCase) -> list[dict[str, Any]]:
     """A cold and a warm row for each number of cores that this machine has."""
     sizes, rows = (case.L, case.d, case.h, case.E, case.k), []
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "moeblaze_cupy", "interop"], cwd=ROOT, check=True)
     for cores in (number for number in numbers if number <= len(os.sched_getaffinity(0))):
         with tempfile.TemporaryDirectory() as cache:
             for kind in ("cold", "warm"):
