@@ -171,10 +171,12 @@ def _declarations(body: str, macros: Mapping[str, str]) -> Iterable[str]:
 
 
 def _struct(source: str, name: str, macros: Mapping[str, str]) -> Params:
-    found = re.search(rf"(?:template <([^>]*)>\s*)?struct {name} \{{\n(.*?)\n\}};", _code(source), re.DOTALL)
-    if found is None:
+    code, head = _code(source), f"struct {name} {{\n"
+    start = code.find(head)
+    if start < 0:
         raise KeyError(f"{source}: no struct {name}")
-    parameters, body = found.groups()
+    template = re.search(r"template <([^>]*)>\s*\Z", code[code.rfind(";", 0, start) + 1 : start])
+    body = code[start + len(head) : code.index("\n};", start)]
     fields: list[tuple[str, str]] = []
     for declaration in _declarations(body, macros):
         first, *others = declaration.split(",")
@@ -185,7 +187,7 @@ def _struct(source: str, name: str, macros: Mapping[str, str]) -> Params:
     kinds = [kind for kind, _, _ in _KINDS]
     if fields != sorted(fields, key=lambda field: kinds.index(field[0])):
         raise ValueError(f"{source}: {name}: expected fields in the order {', '.join(kinds)}, got {fields}")
-    instance = f"<{', '.join(['float'] * len(parameters.split(',')))}>" if parameters else ""
+    instance = f"<{', '.join(['float'] * len(template[1].split(',')))}>" if template else ""
     by_kind = {kind: tuple(field for of, field in fields if of == kind) for kind in kinds}
     return Params(name + instance, **by_kind)
 
