@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moeblaze_cupy.frameworks import CPU, Array
+from moeblaze_cupy.interop.torch import private
 
 Tensor = torch.Tensor
 _TYPES: dict[Any, str] = {
@@ -68,6 +69,7 @@ def nothing(like: Tensor) -> Tensor:
     return like.new_empty((0,))
 
 
+private.tell_inspect(__file__, __name__)
 _library: Any = torch.library.Library("moeblaze", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no types
 # Compilers hand over strides as the fakes saw them, as the transposed views of weights.
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))

@@ -405,6 +405,23 @@ def test_flops_of_sums_are_those_of_gradients():
     assert found[0] == found[1] > 0
 
 
+def test_the_import_asks_no_other_module_for_anything():
+    """Modules such as `cupy.testing` load their contents when they are asked for their file."""
+    code = """
+import sys, types
+import torch
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        print("asked for", name)
+        raise AttributeError(name)
+sys.modules["lazy"] = Lazy("lazy")
+import moeblaze_cupy.interop.torch
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
 def test_flops_are_counted_whenever_the_counter_is_imported():
     """The counter imports Triton, so the adapter leaves its import to whoever counts."""
     code = """
