@@ -119,9 +119,11 @@ def in_memory(made: dict[str, Any], options: dict[str, Any], lora: mb.Lora) -> d
     return found
 
 
-def errors_of(made: dict[str, Any], kind: Kind, lora: mb.Lora | None, got: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative norms of the differences from autograd in float64, expert by expert."""
-    exact = {name: torch.zeros_like(values, dtype=torch.float64) for name, values in got.items()}
+def exact_of(made: dict[str, Any], kind: Kind, lora: mb.Lora | None) -> dict[str, torch.Tensor]:
+    """out and the gradients by name, by autograd in float64, expert by expert."""
+    whole = {"out": made["x"], "x": made["x"], "weights": made["weights"]}
+    whole |= {f"lora.{n}": getattr(lora, n) for n in FACTORS} if lora else {}
+    exact = {name: torch.zeros_like(values, dtype=torch.float64) for name, values in whole.items()}
     for expert in range(len(made["w2"])):
         tokens, slots = (made["ids"] == expert).nonzero(as_tuple=True)
         own = {"x": made["x"][tokens], "weights": made["weights"][tokens, slots]}
@@ -142,7 +144,19 @@ def errors_of(made: dict[str, Any], kind: Kind, lora: mb.Lora | None, got: dict[
         exact["weights"][tokens, slots] = of.pop("weights")
         for name, gradient in of.items():
             exact[name][expert] = gradient
+    return exact
+
+
+def differences(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative norms of those from exact, by name. Raises ValueError where the names differ."""
+    if got.keys() != exact.keys():
+        raise ValueError(f"expected results named {', '.join(exact)}, got {', '.join(got)}")
     return {name: float((got[name].double() - want).norm() / want.norm()) for name, want in exact.items()}
+
+
+def errors_of(made: dict[str, Any], kind: Kind, lora: mb.Lora | None, got: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative norms of the differences from autograd in float64, expert by expert."""
+    return differences(got, exact_of(made, kind, lora))
 
 
 def kernels(call: Callable[[], object]) -> dict[str, dict[str, float]]:

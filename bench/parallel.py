@@ -45,7 +45,7 @@ import moeblaze_cupy as mb
 from bench import cases, measure
 from bench.inputs import device, has_gpu, layer_inputs
 from bench.providers import _activate as activated
-from bench.providers import _grouped_mm as grouped_product
+from bench.providers import grouped_mm as grouped_product
 from moeblaze_cupy.interop.fsdp import CopyEngines
 from moeblaze_cupy.interop.parallel import ExpertGroup, expert_parallel_moe
 from moeblaze_cupy.interop.torch import MoE, moe

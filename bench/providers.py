@@ -137,7 +137,7 @@ def over_routed_rows(x, ids, weights, w1, w2, activation: str = "swiglu", groupe
     experts, order = torch.sort(ids.reshape(-1), stable=True)
     every = torch.arange(1, len(w1) + 1, device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(experts, every, out_int32=True)
-    products = _grouped_mm if grouped else _products_in_turn
+    products = grouped_mm if grouped else _products_in_turn
     first = products(x[order // ids.shape[1]], w1, ends)
     rows = products(_activate(first, activation), w2, ends)
     back = torch.empty_like(order)
@@ -185,12 +185,12 @@ class _Composition(Layer):
         case = self.case
         every = torch.arange(1, case.E + 1, device=experts.device, dtype=experts.dtype)
         ends = torch.searchsorted(experts, every, out_int32=True)
-        product = _activate(_grouped_mm(x[order // case.k], w1, ends), case.activation)
-        rows = _grouped_mm(product, w2, ends) * weights.reshape(-1)[order, None]
+        product = _activate(grouped_mm(x[order // case.k], w1, ends), case.activation)
+        rows = grouped_mm(product, w2, ends) * weights.reshape(-1)[order, None]
         return rows[order.argsort()].view(case.L, case.k, case.d).sum(1).to(x.dtype)
 
 
-def _grouped_mm(rows, weight, ends):
+def grouped_mm(rows, weight, ends):
     """torch's grouped product by its public name where there is one (2.10 on)."""
     product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
     return product(rows, weight, offs=ends)

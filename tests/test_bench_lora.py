@@ -1,5 +1,6 @@
 """Benchmarks of low-rank factors and of frozen experts in few bits, their records, and the page that quotes these."""
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, inputs, lora, lora_stack, measure, quantised  # noqa: E402
+from bench import cases, inputs, lora, lora_peers, lora_stack, measure, quantised  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 GRADIENTS = {"out", "x", "weights"}
@@ -73,6 +74,47 @@ def test_a_wrong_way_gets_no_time(name, monkeypatch):
     monkeypatch.setattr(lora, "fused", wrong)
     with pytest.raises(AssertionError, match=f"on tiny: relative error above 0.02: {name} 0.0[45]"):
         lora.measured(cases.TINY)
+
+
+def test_other_libraries_stand_beside_factors(tmp_path, capsys):
+    """Of them only torch is there: a library that is not gets a row with the reason instead of times."""
+    record, lines = record_of(lora_peers, tmp_path, capsys)
+    timed = [row for row in record["rows"] if "ms" in row]
+    assert {row["pass"] for row in timed} == {"forward", "forward_backward"}
+    assert {"W + BA, r = 16", "grouped_mm, split, r = 16", "grouped_mm, split, r = 64"} <= {r["way"] for r in timed}
+    for row in record["rows"]:
+        if "ms" in row:
+            assert row["errors"].keys() == (GRADIENTS if row["way"] == lora.FROZEN else GRADIENTS | FACTORS)
+        else:
+            assert "pip install " in row["problem"] and row["way"].startswith(("unsloth", "axolotl"))
+    assert [re.split(r"  +", line)[1] for line in lines[1:]] == list(lora_peers.WAYS)
+
+
+class _LikePeft(lora_peers._Peer):
+    """A library of peft's layout, which computes as this layer does."""
+
+    def forward(self):
+        x, weights, a1, b1, a2, b2 = self.leaves
+        pairs = [(a.unflatten(0, (self.E, self.r)), self._b_of_peft(b)) for a, b in ((a1, b1), (a2, b2))]
+        factors = lora_peers.mb.Lora(*pairs[0], *pairs[1], *self.scales)
+        oss = self.module.is_transposed
+        w1, w2 = (w if oss else w.mT for w in (self.module.gate_up_proj, self.module.down_proj))
+        biases = {"b1": self.module.gate_up_proj_bias, "b2": self.module.down_proj_bias} if oss else {}
+        columns = {"activation": self.kind.activation, "gate_up": self.kind.gate_up}
+        moe = importlib.import_module("moeblaze_cupy.interop.torch").moe
+        return moe(x, self.ids, weights, w1, w2, lora=factors, **biases, **columns)
+
+
+@pytest.mark.parametrize("expert_first", [False, True])
+@pytest.mark.parametrize("name", ["tiny", "gptoss_tiny"])
+def test_factors_come_back_from_the_layout_of_peft(name, expert_first, monkeypatch):
+    build = type("Peer", (_LikePeft,), {"expert_first": expert_first})
+    monkeypatch.setitem(lora_peers.WAYS, "peer", lora_peers.Way(build, 16))
+    rows = lora_peers.measured(replace(cases.TINY, h=32, name=name), ["frozen", "peer"])
+    assert all("ms" in row for row in rows), rows
+    monkeypatch.setattr(build, "_b_of_peft", lambda self, b: b.unflatten(1, (self.r, self.E)).permute(2, 0, 1).flip(0))
+    *_, wrong = lora_peers.measured(replace(cases.TINY, h=32, name=name), ["frozen", "peer"])
+    assert "ms" not in wrong and re.match("AssertionError: relative error above 0.02: .*lora.b1", wrong["problem"])
 
 
 def test_unknown_layers_are_explained(capsys):
