@@ -211,7 +211,7 @@ class Way:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-_PEERS = {
+LIBRARIES: dict[str, tuple[Any, ...]] = {
     "grouped_mm, split": (_Split,),
     # keeps the frozen weights for backward, where the default copies them; no files in the working folder
     "unsloth": (
@@ -224,7 +224,7 @@ _PEERS = {
 }
 WAYS = {lora.FROZEN: Way(_Frozen, None), "r = 16": Way(_Frozen, 16), "r = 64": Way(_Frozen, 64)}
 WAYS |= {"W + BA, r = 16": Way(_InMemory, 16)}
-WAYS |= {f"{name}, r = {r}": Way(build, r, *rest) for name, (build, *rest) in _PEERS.items() for r in (16, 64)}
+WAYS |= {f"{name}, r = {r}": Way(build, r, *rest) for name, (build, *rest) in LIBRARIES.items() for r in (16, 64)}
 
 
 def checked(way: Way, made: dict[str, Any], kind: Kind, exact: dict[str, torch.Tensor], factors) -> tuple[Layer, dict]:

@@ -281,3 +281,21 @@ def test_the_page_on_fine_tuning_quotes_the_records():
     assert {name: f"{ratio:.2f}" for (_, name), ratio in speed.items() if name in in_text} == in_text
     told = "int8 and mxfp8 are decoded at 0.96 of a copy's speed, nf4 with nested scales at 0.94."
     assert told in " ".join(PAGE.split())
+
+
+def test_the_page_on_fine_tuning_sets_other_libraries_beside_factors():
+    (record,) = (ROOT / "bench" / "records" / "lora").glob("*-peers.json")
+    found = {(r["case"], r["way"], r["pass"]): r for r in json.loads(record.read_text())["rows"] if "ms" in r}
+    of_peers = re.search(r"^\| times the layer's \|.*\n.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    for line, name in zip(of_peers[1].splitlines(), lora_peers.LIBRARIES, strict=True):
+        told = []
+        for what, field in (("forward", "ms"), ("forward_backward", "ms"), ("forward_backward", "peak_mib")):
+            of = [
+                found[case, way, passed][field] / found[case, way.removeprefix(f"{name}, "), passed][field]
+                for case, way, passed in found
+                if way.startswith(name) and passed == what
+            ]
+            told.append(f"{min(of):.2f} to {max(of):.2f}")
+        assert cells(line)[1:] == told, name
+    assert f"`bench/records/lora/{record.name}`" in PAGE
+    assert f"{len({case for case, *_ in found})} layers" in PAGE
