@@ -21,6 +21,7 @@ ARMS = {
     "save_fp8": "moeblaze-cupy, save fp8",
     "fp8": "moeblaze-cupy, products in fp8",
     "fp8_wgrad": "moeblaze-cupy, fp8_wgrad",
+    "rounded": "moeblaze-cupy, token rounding",
 }
 EAGER = "eager"  # of bench.fine_tuning
 TUNED_HEAD = ["experts", "loss before", "seeds", "held-out loss, mean", "range", "minus eager, mean", "range"]

@@ -32,6 +32,8 @@ STYLES = {
 }
 FRONT_PROVIDERS = ("moeblaze", "sonicmoe", "torch_grouped_mm")
 INK, FAINT = "#222222", "#cfcfcf"
+ARM_COLORS = {"fp32": INK, "grouped_mm": "#a3a3a3", "minimal": STYLES["moeblaze"][0], "recompute": "#e69138"}
+ARM_COLORS |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5", "fp8_wgrad": "#38761d", "rounded": "#cc4125"}
 
 
 def label(provider: str) -> str:
@@ -239,8 +241,7 @@ def losses(records: Records) -> Figure | None:
     sizes = {size: found for size in language_model_report.SIZES if (found := language_model_report.runs(size))}
     if not sizes:
         return None
-    colors = {"fp32": INK, "grouped_mm": "#a3a3a3", "minimal": STYLES["moeblaze"][0], "recompute": "#e69138"}
-    colors |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5", "fp8_wgrad": "#38761d"}
+    colors = ARM_COLORS
     names, baseline = language_model_report.ARMS, language_model_report.BASELINE
     figure, panels = plt.subplots(
         len(sizes), 2, figsize=(9.0, 3.0 * len(sizes)), layout="constrained", squeeze=False, sharex="col"

@@ -8,7 +8,8 @@ The sizes "base" and "small" are for a GPU. On a CPU the size is "toy", which ta
 Arms see the same initial weights and the same batches of a seed. `fp32` is the reference: float32 throughout, TF32 off,
 experts in turn. The others have bfloat16 weights and activations: `grouped_mm` torch's grouped products, `minimal` and
 `recompute` this package's layer under that save policy, `save_fp8` under save="fp8", `fp8` with products in e4m3, whose
-weights are quantised in each step, `fp8_wgrad` with weight gradients in e4m3, too. Every arm's optimizer has float32
+weights are quantised in each step, `fp8_wgrad` with weight gradients in e4m3, too. `rounded` trains by token rounding,
+which gives each expert whole tiles of tokens, and is evaluated by the plain choice. Every arm's optimizer has float32
 main weights.
 
 Letters: B sequences of T bytes per step, L = B*T tokens, d model width, E experts of hidden width h, k per token.
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
 
+import moeblaze_cupy as mb
 from examples import corpus as text
 from examples.progress import Progress
 from moeblaze_cupy.interop.torch import moe, route
@@ -40,8 +42,10 @@ OURS = {
     "save_fp8": {"save": "fp8"},
     "fp8": {"save": "minimal", "precision": "fp8"},
     "fp8_wgrad": {"save": "minimal", "precision": "fp8", "fp8_wgrad": True},
+    "rounded": {"save": "minimal"},
 }  # the options of this package's layer by arm
 ARMS = ("fp32", "grouped_mm", *OURS)
+TILE = 128  # tokens, of the arm "rounded"
 VOCABULARY = 256
 BALANCE = 0.01  # weight of the load-balancing loss
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -84,6 +88,14 @@ def chosen(logits, k):
     """Weights and experts (L, k) by torch: the k largest logits, their softmax over their sum."""
     weights, ids = logits.softmax(1).topk(k, dim=1)
     return weights / weights.sum(1, keepdim=True), ids
+
+
+def rounded(logits, weights, ids):
+    """token_offsets, ids and weights by token rounding of a choice (L, k). Added pairs weigh their probability."""
+    scores = logits.softmax(1).scatter(1, ids.long(), weights)
+    token_offsets, ids = mb.round_tokens(scores, ids, tile=TILE)
+    weights, ids = route(scores, score="identity", ids=ids, token_offsets=token_offsets, renormalize=False)
+    return token_offsets, ids, weights
 
 
 def experts_in_turn(x, ids, weights, w1, w2):
@@ -133,6 +145,9 @@ class Experts(torch.nn.Module):
         w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)
         if self.arm in OURS:
             weights, ids = route(logits, self.k)
+            if self.arm == "rounded" and self.training:  # a token's pairs depend on later tokens
+                offsets, pairs, weights = rounded(logits, weights, ids)
+                return moe(tokens, pairs, weights, w1, w2, token_offsets=offsets, **OURS[self.arm]), ids
             return moe(tokens, ids, weights, w1, w2, **OURS[self.arm]), ids
         weights, ids = chosen(logits, self.k)
         return (experts_in_turn if self.arm == "fp32" else experts_grouped)(tokens, ids, weights, w1, w2), ids
@@ -250,9 +265,11 @@ def batch(data: torch.Tensor, seed: int, step: int, s: Settings) -> torch.Tensor
 @torch.no_grad()
 def held_out_loss(model: Model, data: torch.Tensor, s: Settings) -> float:
     """Nats per byte over windows spread evenly over the held-out text."""
+    model.eval()
     starts = torch.linspace(0, len(data) - s.T - 1, s.held_out_windows, dtype=torch.float64).long()[:, None]
     windows = (starts + torch.arange(s.T + 1)).split(s.B)
     losses = [model.loss(data[part.to(data.device)].long())[0].double() * len(part) for part in windows]
+    model.train()
     return float(torch.stack(losses).sum() / s.held_out_windows)
 
 

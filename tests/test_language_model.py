@@ -74,17 +74,20 @@ def test_unigram_loss():
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
-    return out, {arm: lm.train(arm, 0, TOY, data, out) for arm in lm.ARMS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm, "TILE", 4)
+        return out, {arm: lm.train(arm, 0, TOY, data, out) for arm in lm.ARMS}
 
 
 @needs_grouped_mm
 def test_arms_train_alike(runs):
-    """The same weights and batches: losses differ by the rounding of bfloat16, and of e4m3 where an arm has it."""
+    """The same weights and batches: losses differ by the rounding of bfloat16, and of e4m3 where an arm has it. Token
+    rounding trains on other pairs, and so its losses are further away."""
     _, results = runs
     for arm, result in results.items():
         losses = [(entry["training"], entry["held_out"]) for entry in result["history"]]
         wanted = [(entry["training"], entry["held_out"]) for entry in results["fp32"]["history"]]
-        assert losses == [pytest.approx(pair, abs=0.02) for pair in wanted], arm
+        assert losses == [pytest.approx(pair, abs=0.05 if arm == "rounded" else 0.02) for pair in wanted], arm
         assert result["held_out_loss"] < result["history"][0]["held_out"] - 0.1
         assert result["tokens_per_second"] > 0 and [entry["step"] for entry in result["history"]] == [3, 6]
     assert results["minimal"]["history"] == results["recompute"]["history"]
@@ -97,7 +100,7 @@ def test_gradients_of_the_arms_agree(data):
     """In float32, where arms differ by the order of sums, and by e4m3 where the first layer is kept in it."""
     windows = lm.batch(data.training, 5, 7, TOY)
     gradients = {}
-    exact = [arm for arm in lm.ARMS if not arm.startswith("fp8")]  # whose layer is of bfloat16
+    exact = [arm for arm in lm.ARMS if not arm.startswith("fp8") and arm != "rounded"]  # their layer is of bfloat16
     for arm in exact:
         model = lm.Model(TOY, arm, 3)
         nats, balance = model.loss(windows)
@@ -124,6 +127,35 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits(runs, data, tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match="expected a result of these settings and text, got others"):
         lm.train("minimal", 0, replace(TOY, lr=1.0), data, tmp_path)
+
+
+def test_rounding_trains_on_whole_tiles_and_evaluates_the_plain_choice(data, monkeypatch):
+    """Beside a loop over all experts on the weights of the pairs. Float32 sums differ by their order."""
+    monkeypatch.setattr(lm, "TILE", 8)
+    layer, plain = lm.Model(TOY, "rounded", 3).blocks[0].experts, lm.Model(TOY, "fp32", 3).blocks[0].experts
+    x = torch.randn(TOY.B * TOY.T, TOY.d, generator=torch.Generator().manual_seed(0))
+    logits = x @ layer.router.T
+    weights, chosen = lm.chosen(logits, TOY.k)
+    scores = logits.softmax(1).scatter(1, chosen, weights)
+    offsets, ids, _ = lm.rounded(logits, weights, chosen.int())
+    count = int(offsets[-1])
+    assert set((ids[:count].long().bincount() % 8).tolist()) == {0} and count != chosen.numel()
+    rows = torch.arange(len(x)).repeat_interleave(offsets.diff())
+    dense = torch.zeros_like(scores).index_put((rows, ids[:count].long()), scores[rows, ids[:count].long()])
+    every = torch.arange(TOY.E).expand(len(x), -1)
+    w1, w2 = layer.w1.mT, layer.w2.mT
+    out, kept = layer.mixed(x, logits)
+    wanted = lm.experts_in_turn(x, every, dense, w1, w2)
+    assert torch.allclose(out, wanted, atol=1e-5) and torch.equal(kept.long().sort().values, chosen.sort().values)
+    parameters = (layer.w1, layer.w2, layer.router)
+    for name, ours, reference in zip(
+        ("w1", "w2", "router"),
+        torch.autograd.grad(out.square().sum(), parameters, retain_graph=True),
+        torch.autograd.grad(wanted.square().sum(), parameters),
+        strict=True,
+    ):
+        assert (ours - reference).norm() < 1e-4 * reference.norm(), name
+    assert torch.allclose(layer.eval().mixed(x, logits)[0], plain.mixed(x, logits)[0], atol=1e-5)
 
 
 def test_main_weights_keep_what_bfloat16_loses(data):
