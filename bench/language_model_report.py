@@ -1,10 +1,12 @@
 """The language model of examples/ in docs/results.md: final losses by arm, whole training steps, the long run.
 
-bench/records/language_model/ has a folder per size with the results that examples/language_model.py writes, and the
-records of bench.training_step, bench.long_run and bench.fine_tuning.
+bench/records/language_model/ has a folder per size with the results that examples/language_model.py writes, a folder
+`timed` of runs each alone on its GPU, and the records of bench.training_step, bench.long_run and
+bench.fine_tuning.
 """
 
 import json
+from itertools import pairwise
 from statistics import mean
 
 from bench.recorded import RECORDS
@@ -12,6 +14,7 @@ from bench.table import number
 
 FOLDER = RECORDS / "language_model"
 SIZES = ("small", "base")
+TIMED = "timed"
 BASELINE = "grouped_mm"
 ARMS = {
     "fp32": "float32, torch",
@@ -33,6 +36,10 @@ TUNED = """The same model, trained on Python sources alone. Its weights are then
 beside all experts are trained on C and C++ headers, {steps} steps of {tokens:,} bytes. "eager" computes expert by
 expert in torch. "W + BA" makes these weights in every step. "fused" hands the factors to the layer, whose experts are
 in bf16, or packed as the row says. Arms of one seed start from the same factors and see the same batches."""
+TIMES = """{million:.0f} million parameters train for {steps:,} steps, each run alone on a GPU. Seconds exclude
+evaluation and compilation. Losses of `grouped_mm` lie on straight lines between its evaluations. Its learning rate
+still falls."""
+TIMED_HEAD = ["experts", "seeds", "seconds", "loss", "grouped_mm then", "difference"]
 STEPS = """Forward, loss, backward and AdamW with float32 main weights. Peak memory includes weights and optimizer. The
 largest batch counts sequences of 1,024 bytes. Speed is the median of windows of steps back to back."""
 
@@ -72,6 +79,27 @@ def tuned_rows(record: dict) -> list[list[str]]:
     before = {arm: results[0]["history"][0]["held_out"] for arm, results in found.items()}
     rows = zip(before.values(), loss_rows(found, EAGER), strict=True)
     return [[arm, f"{loss:.4f}", *cells] for loss, (arm, *cells) in rows]
+
+
+def loss_at(run: dict, seconds: float) -> float | None:
+    """The held-out loss after so many seconds of training, None outside the evaluated times."""
+    points = list(zip(run["seconds"], (entry["held_out"] for entry in run["history"]), strict=True))
+    for (before, first), (after, last) in pairwise(points):
+        if before <= seconds <= after:
+            return first + (last - first) * (seconds - before) / (after - before)
+    return None
+
+
+def timed_rows(found: dict[str, list[dict]]) -> list[list[str]]:
+    """Cells of TIMED_HEAD: means over seeds, the last ones where the baseline has all of them at that time."""
+    base, rows = {run["seed"]: run for run in found[BASELINE]}, []
+    for arm, results in found.items():
+        loss = mean(run["held_out_loss"] for run in results)
+        others = [loss_at(base[run["seed"]], run["seconds"][-1]) if run["seed"] in base else None for run in results]
+        cells = [str(len(results)), f"{mean(run['seconds'][-1] for run in results):.1f}", f"{loss:.4f}"]
+        cells += ["-", "-"] if None in others else [f"{mean(others):.4f}", f"{loss - mean(others):+.4f}"]
+        rows.append([ARMS[arm], *cells])
+    return rows
 
 
 def step_rows(record: dict) -> list[list[str]]:
@@ -132,6 +160,11 @@ def section(table) -> list[str]:
     lines = ["", "## A language model", "", "![Held-out losses](losses.svg)", "", ABOUT]
     for size, by_arm in found.items():
         lines += _losses(size, by_arm, table)
+    if timed := runs(TIMED):
+        first = timed[BASELINE][0]
+        about = TIMES.format(million=first["parameters"] / 1e6, **first["settings"])
+        title = ["", "### Loss by time", "", "![Held-out losses by time](losses_by_time.svg)"]
+        lines += [*title, "", about, *table(TIMED_HEAD, timed_rows(timed))]
     if step := _record("step"):
         head = ["experts", "tokens/s", "speed", "peak, MiB", "share", "largest batch", "times"]
         lines += [

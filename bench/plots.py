@@ -283,6 +283,33 @@ def losses(records: Records) -> Figure | None:
     return figure
 
 
+def losses_by_time(records: Records) -> Figure | None:
+    """Held-out losses of the language model by seconds of training, a line per run. None without a timed run."""
+    found = language_model_report.runs(language_model_report.TIMED)
+    if not found:
+        return None
+    figure, axes = plt.subplots(figsize=(7.0, 3.6), layout="constrained")
+    for arm, results in found.items():
+        for run in results:
+            held_out = [entry["held_out"] for entry in run["history"]]
+            width = 4 if arm == language_model_report.BASELINE else 1.4
+            name = None if run is not results[0] else language_model_report.ARMS[arm]
+            axes.plot(run["seconds"], held_out, color=ARM_COLORS[arm], linewidth=width, label=name)
+            axes.plot(run["seconds"][-1], held_out[-1], "o", color=ARM_COLORS[arm], markersize=width + 3)
+    most = 1.03 * max(run["seconds"][-1] for results in found.values() for run in results)
+    axes.set_xlim(0, most)
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= most])
+    axes.set_xlabel(f"seconds of training; a dot is the end of {run['settings']['steps']:,} steps", fontsize=8.5)
+    about = f"{run['parameters'] / 1e6:.0f} million parameters: held-out loss, nats per byte"
+    axes.set_title(about, fontsize=9, loc="left")
+    axes.legend(fontsize=8, frameon=False, loc="upper right")
+    axes.tick_params(labelsize=8.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    heading = f"Losses by time with experts by torch and by {OURS} ({run['gpu']})"
+    figure.suptitle(heading, fontsize=11, fontweight="bold", color=INK)
+    return figure
+
+
 def parallel(records: Records) -> Figure | None:
     """Weak-scaling efficiency on the most GPUs of the records: of spread experts, and of FSDP2. None without one."""
     by_case = parallel_report.efficiencies()
@@ -375,6 +402,7 @@ DRAWN = {
     **{f"{sweep}.svg": partial(swept, sweep=sweep) for sweep in sweep_report.SWEEPS},
     "transformers.svg": transformers,
     "losses.svg": losses,
+    "losses_by_time.svg": losses_by_time,
     "parallel.svg": parallel,
     "long_sequences.svg": long_sequences,
 }

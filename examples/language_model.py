@@ -303,16 +303,18 @@ def train(arm: str, seed: int, s: Settings, data: text.Corpus, out: Path, deadli
     model = Model(s, arm, seed).to(device)
     weights = MainWeights(model, torch.float32 if arm == "fp32" else torch.bfloat16)
     training, held_out = data.training.to(device), data.held_out.to(device)
-    first, history, speeds = 0, [], []
+    first, history, speeds, seconds = 0, [], [], []
     if path.with_suffix(".pt").is_file():
         kept = torch.load(path.with_suffix(".pt"), map_location="cpu", weights_only=True)
         if kept["about"] != about:
             raise ValueError(f"language_model: {path}.pt: expected a checkpoint of these settings and text, got others")
         weights.load(kept["weights"])
-        first, history, speeds = kept["step"], kept["history"], kept["speeds"]
+        first, history, speeds, seconds = (kept[name] for name in ("step", "history", "speeds", "seconds"))
     gc.collect()  # an earlier run's memory is no part of this one's peak
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    model.loss(batch(training, seed, first, s))[0].backward()  # compiles the kernels, before the clock starts
+    model.zero_grad()
     since, since_step, saved_at = synchronize(device), first, time.monotonic()
     progress = Progress(s.steps, f"{arm}, seed {seed}", done=first)
     for step in range(first, s.steps):
@@ -323,13 +325,15 @@ def train(arm: str, seed: int, s: Settings, data: text.Corpus, out: Path, deadli
         progress.update(done, lambda nats=nats: f"loss {float(nats.detach()):.3f}")
         if done % s.evaluate_every and done < s.steps:
             continue
-        seconds = synchronize(device) - since
-        speeds.append((done - since_step) * s.B * s.T / seconds)
+        passed = synchronize(device) - since
+        speeds.append((done - since_step) * s.B * s.T / passed)
+        seconds.append(passed + (seconds[-1] if seconds else 0.0))
         entry = {"step": done, "training": float(nats.detach()), "held_out": held_out_loss(model, held_out, s)}
         history.append(entry)
         is_late = deadline is not None and time.monotonic() > deadline
         if done < s.steps and (is_late or time.monotonic() - saved_at >= CHECKPOINT_SECONDS):
-            kept = {"about": about, "step": done, "history": history, "speeds": speeds, "weights": weights.state()}
+            kept = {"about": about, "step": done, "history": history, "speeds": speeds, "seconds": seconds}
+            kept["weights"] = weights.state()
             save(path.with_suffix(".pt"), kept, torch.save)
             saved_at = time.monotonic()
             if is_late:
@@ -341,9 +345,10 @@ def train(arm: str, seed: int, s: Settings, data: text.Corpus, out: Path, deadli
         "torch": torch.__version__,
         "parameters": sum(w.numel() for w in weights.main),
         "unigram_loss": data.unigram_loss(),
-        "tokens_per_second": statistics.median(speeds[1:] or speeds),  # the first has compilation in it
+        "tokens_per_second": statistics.median(speeds[1:] or speeds),  # the first also warms up
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None,
         "history": history,
+        "seconds": seconds,  # of training alone, up to each entry of the history
         "held_out_loss": history[-1]["held_out"],
     }
     save(path.with_suffix(".json"), json.dumps(result, indent=1) + "\n", lambda words, to: to.write_text(words))

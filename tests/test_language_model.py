@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import random
@@ -90,6 +91,7 @@ def test_arms_train_alike(runs):
         assert losses == [pytest.approx(pair, abs=0.05 if arm == "rounded" else 0.02) for pair in wanted], arm
         assert result["held_out_loss"] < result["history"][0]["held_out"] - 0.1
         assert result["tokens_per_second"] > 0 and [entry["step"] for entry in result["history"]] == [3, 6]
+        assert len(result["seconds"]) == 2 and 0 < result["seconds"][0] < result["seconds"][1]
     assert results["minimal"]["history"] == results["recompute"]["history"]
     others = [json.dumps(results[arm]["history"]) for arm in lm.ARMS if arm != "recompute"]
     assert len(set(others)) == len(others)
@@ -113,14 +115,16 @@ def test_gradients_of_the_arms_agree(data):
 
 
 @needs_grouped_mm
-def test_a_run_that_is_cut_goes_on_to_the_same_bits(runs, data, tmp_path):
+def test_a_run_that_is_cut_goes_on_to_the_same_bits(runs, data, tmp_path, monkeypatch):
     _, results = runs
+    clock = itertools.count()
+    monkeypatch.setattr(lm, "synchronize", lambda device: float(next(clock)))
     assert lm.train("minimal", 0, TOY, data, tmp_path, deadline=0.0) is None
     assert (tmp_path / "minimal-0.pt").is_file() and not (tmp_path / "minimal-0.json").exists()
     with pytest.raises(ValueError, match="expected a checkpoint of these settings and text, got others"):
         lm.train("minimal", 0, replace(TOY, lr=1.0), data, tmp_path)
     resumed = lm.train("minimal", 0, TOY, data, tmp_path)
-    assert resumed["history"] == results["minimal"]["history"]
+    assert resumed["history"] == results["minimal"]["history"] and resumed["seconds"] == [1.0, 2.0]
     assert not (tmp_path / "minimal-0.pt").exists()
     assert lm.train("minimal", 0, TOY, data, tmp_path) == resumed == json.loads(
         (tmp_path / "minimal-0.json").read_text()
@@ -335,3 +339,27 @@ def test_the_page_has_a_table_of_fine_tuning(tuned, tmp_path, monkeypatch):
     assert "factors of rank 16\nbeside all experts are trained on C and C++ headers, 2 steps of 64 bytes" in text
     row = "| fused | 2.2500 | 2 | 1.5060 | 1.5010 to 1.5110 | +0.0010 | +0.0010 to +0.0010 |"
     assert row in text.splitlines()
+
+
+def test_losses_at_equal_time(tmp_path, monkeypatch):
+    """grouped_mm is at 2.0 after 10 s and at 1.0 after 20 s; another arm ends after 15 s, one after 25 s."""
+    (tmp_path / "timed").mkdir()
+    of_arm = {"grouped_mm": ([10.0, 20.0], [2.0, 1.0]), "minimal": ([5.0, 15.0], [1.75, 1.25])}
+    of_arm["rounded"] = [5.0, 25.0], [1.75, 1.125]
+    made = language_model_report.runs("base")["minimal"][0]
+    for arm, (seconds, losses) in of_arm.items():
+        history = [{"step": 500 * (i + 1), "held_out": loss} for i, loss in enumerate(losses)]
+        run = made | {"arm": arm, "seconds": seconds, "history": history, "held_out_loss": losses[-1]}
+        (tmp_path / "timed" / f"{arm}-0.json").write_text(json.dumps(run))
+    (tmp_path / "small").symlink_to(language_model_report.FOLDER / "small")
+    monkeypatch.setattr(language_model_report, "FOLDER", tmp_path)
+    lines = language_model_report.section(report.table)
+    assert "| bf16, torch grouped_mm | 1 | 20.0 | 1.0000 | 1.0000 | +0.0000 |" in lines
+    assert "| moeblaze-cupy, minimal | 1 | 15.0 | 1.2500 | 1.5000 | -0.2500 |" in lines
+    assert "| moeblaze-cupy, token rounding | 1 | 25.0 | 1.1250 | - | - |" in lines
+    plots = pytest.importorskip("bench.plots", reason="needs matplotlib")
+    test_plots = pytest.importorskip("tests.test_plots")
+    figure = plots.losses_by_time(None)
+    assert test_plots.outside_canvas(figure) == [] and test_plots.overlapping_texts(figure) == []
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    assert drawn["moeblaze-cupy, minimal"] == [[5.0, 1.75], [15.0, 1.25]]
