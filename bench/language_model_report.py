@@ -1,8 +1,8 @@
 """The language model of examples/ in docs/results.md: final losses by arm, whole training steps, the long run.
 
 bench/records/language_model/ has a folder per size with the results that examples/language_model.py writes, a folder
-`timed` of runs each alone on its GPU, and the records of bench.training_step, bench.long_run and
-bench.fine_tuning.
+`timed` of runs each alone on its GPU, and the records of bench.training_step, bench.long_run, bench.fine_tuning and
+bench.language_model_log_probabilities.
 """
 
 import json
@@ -40,6 +40,10 @@ TIMES = """{million:.0f} million parameters train for {steps:,} steps, each run 
 evaluation and compilation. Losses of `grouped_mm` lie on straight lines between its evaluations. Its learning rate
 still falls."""
 TIMED_HEAD = ["experts", "seeds", "seconds", "loss", "grouped_mm then", "difference"]
+APART = """One model of {steps:,} steps evaluates {tokens:,} held-out bytes with each kind of experts, on the same
+bfloat16 weights. Quantiles are of the absolute difference of a byte's log-probability, in nats."""
+QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
+APART_HEAD = ["experts", "less", *(f"{100 * q:g}%" for q in QUANTILES), "cross-entropy"]
 STEPS = """Forward, loss, backward and AdamW with float32 main weights. Peak memory includes weights and optimizer. The
 largest batch counts sequences of 1,024 bytes. Speed is the median of windows of steps back to back."""
 
@@ -100,6 +104,15 @@ def timed_rows(found: dict[str, list[dict]]) -> list[list[str]]:
         cells += ["-", "-"] if None in others else [f"{mean(others):.4f}", f"{loss - mean(others):+.4f}"]
         rows.append([ARMS[arm], *cells])
     return rows
+
+
+def apart_rows(record: dict) -> list[list[str]]:
+    """Cells of APART_HEAD."""
+    names = ARMS | {EAGER: "bf16, torch, expert by expert"}
+    return [
+        [names[r["experts"]], names[r["less"]], *(f"{q:.2g}" for q in r["quantiles"]), f"{r['cross_entropy']:+.1e}"]
+        for r in record["rows"]
+    ]
 
 
 def step_rows(record: dict) -> list[list[str]]:
@@ -165,6 +178,10 @@ def section(table) -> list[str]:
         about = TIMES.format(million=first["parameters"] / 1e6, **first["settings"])
         title = ["", "### Loss by time", "", "![Held-out losses by time](losses_by_time.svg)"]
         lines += [*title, "", about, *table(TIMED_HEAD, timed_rows(timed))]
+    if apart := _record("log_probabilities"):
+        s = apart["settings"]
+        about = APART.format(steps=s["steps"], tokens=s["held_out_windows"] * s["T"])
+        lines += ["", "### Log-probabilities by kind of experts", "", about, *table(APART_HEAD, apart_rows(apart))]
     if step := _record("step"):
         head = ["experts", "tokens/s", "speed", "peak, MiB", "share", "largest batch", "times"]
         lines += [

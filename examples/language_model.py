@@ -262,13 +262,17 @@ def batch(data: torch.Tensor, seed: int, step: int, s: Settings) -> torch.Tensor
     return data[(starts + torch.arange(s.T + 1)).to(data.device)].long()
 
 
+def held_out_windows(data: torch.Tensor, s: Settings) -> list[torch.Tensor]:
+    """Windows (B, T+1) spread evenly over the held-out text."""
+    starts = torch.linspace(0, len(data) - s.T - 1, s.held_out_windows, dtype=torch.float64).long()[:, None]
+    return [data[part.to(data.device)].long() for part in (starts + torch.arange(s.T + 1)).split(s.B)]
+
+
 @torch.no_grad()
 def held_out_loss(model: Model, data: torch.Tensor, s: Settings) -> float:
-    """Nats per byte over windows spread evenly over the held-out text."""
+    """Nats per byte over the held-out windows."""
     model.eval()
-    starts = torch.linspace(0, len(data) - s.T - 1, s.held_out_windows, dtype=torch.float64).long()[:, None]
-    windows = (starts + torch.arange(s.T + 1)).split(s.B)
-    losses = [model.loss(data[part.to(data.device)].long())[0].double() * len(part) for part in windows]
+    losses = [model.loss(windows)[0].double() * len(windows) for windows in held_out_windows(data, s)]
     model.train()
     return float(torch.stack(losses).sum() / s.held_out_windows)
 

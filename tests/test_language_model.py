@@ -8,11 +8,13 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from bench import fine_tuning, language_model_report, language_model_runs, report, training_step  # noqa: E402
+from bench import language_model_log_probabilities as apart  # noqa: E402
 from examples import corpus, plot_losses  # noqa: E402
 from examples import language_model as lm  # noqa: E402
 from tests.torch_versions import needs_grouped_mm  # noqa: E402
@@ -339,6 +341,35 @@ def test_the_page_has_a_table_of_fine_tuning(tuned, tmp_path, monkeypatch):
     assert "factors of rank 16\nbeside all experts are trained on C and C++ headers, 2 steps of 64 bytes" in text
     row = "| fused | 2.2500 | 2 | 1.5060 | 1.5010 to 1.5110 | +0.0010 | +0.0010 to +0.0010 |"
     assert row in text.splitlines()
+
+
+@needs_grouped_mm
+def test_log_probabilities_of_the_kinds_of_experts(folder, tmp_path, monkeypatch, capsys):
+    """Beside numpy on what `log_probabilities` gives, whose mean is the held-out loss."""
+    monkeypatch.setitem(lm.SIZES, "toy", TOY)
+    found, plain = {}, apart.log_probabilities
+
+    def kept(trained, way, held_out, s):
+        found[way] = plain(trained, way, held_out, s)
+        return found[way]
+
+    monkeypatch.setattr(apart, "log_probabilities", kept)
+    apart.main("--size", "toy", "--text", str(folder), "--out", str(tmp_path / "log_probabilities.json"))
+    record = json.loads((tmp_path / "log_probabilities.json").read_text())
+    assert -float(found["minimal"].mean()) == pytest.approx(record["held_out_loss"], abs=1e-6)
+    assert all(len(each) == TOY.held_out_windows * TOY.T for each in found.values())
+    for row, (way, other) in zip(record["rows"], apart.PAIRS, strict=True):
+        differences = (found[way] - found[other]).numpy()
+        assert (row["experts"], row["less"]) == (way, other)
+        assert 0 < row["quantiles"][-1] < 0.1  # of logits of unit size in bfloat16, and of near-ties in the choice
+        assert row["quantiles"] == pytest.approx(np.quantile(abs(differences), language_model_report.QUANTILES))
+        assert row["cross_entropy"] == pytest.approx(-differences.mean())
+    assert capsys.readouterr().out.splitlines()[-2].startswith("moeblaze-cupy, minimal         float32, torch ")
+    (tmp_path / "small").symlink_to(language_model_report.FOLDER / "small")
+    monkeypatch.setattr(language_model_report, "FOLDER", tmp_path)
+    text = "\n".join(language_model_report.section(report.table))
+    assert "evaluates 128 held-out bytes" in text and "| moeblaze-cupy, minimal | bf16, torch grouped_mm |" in text
+    assert "losses_by_time.svg" not in text
 
 
 def test_losses_at_equal_time(tmp_path, monkeypatch):
