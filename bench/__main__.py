@@ -43,7 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--suite", action="append", choices=(*SUITES, "transformers"), metavar="NAME",
         help=f"{', '.join(SUITES)}, transformers; repeatable (default: all but transformers, or layer with --case)",
     )  # fmt: skip
-    parser.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
+    sizes = "L8192-d2048-h768-E128-k8"
+    parser.add_argument("--case", metavar="A,B", help=f"cases or groups of bench/cases.py, or sizes such as {sizes}")
     parser.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")
     parser.add_argument(
         "--order", type=orders, metavar="A,B", help="memory orders of the weights: transposed, row (differs by suite)"

@@ -43,8 +43,8 @@ def pytest_generate_tests(metafunc):
         for name in TINY_PROVIDERS
         for what in ("forward", "forward_backward")
     ]
-    others = cases.LAYERS.keys() - small - swept
-    parametrize(metafunc, "quick,table1,production,today,shapes,skewed", layer_specs(defaults), tiny, others)
+    default = "quick,table1,production,today,shapes,skewed"
+    parametrize(metafunc, default, layer_specs(defaults), tiny, but=small | swept)
 
 
 def test_layer(spec, current, time_device):

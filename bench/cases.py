@@ -4,6 +4,7 @@ Letters as in the README: L tokens, d model width, h hidden width of one expert,
 paper measured on an H100 with torch 2.0; its numbers are kept here as printed and never mixed with measured ones.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -386,10 +387,14 @@ GROUPS = {
 }
 
 
-def select(names: str | None, default: str) -> list[str]:
-    """Case names from a comma-separated list of cases and groups, each once, in the list's order.
+_SIZES = re.compile("-".join(f"{letter}([1-9][0-9]*)" for letter in "LdhEk"))
 
-    Raises ValueError for a name that is neither.
+
+def select(names: str | None, default: str) -> list[str]:
+    """Case names from a comma-separated list of cases, groups and sizes, each once, in the list's order.
+
+    Sizes are written as `LayerCase.shape` writes them, and become a case in LAYERS of that name.
+    Raises ValueError for a name that is none of these, and for k above E.
     """
     chosen: list[str] = []
     for name in (names or default).split(","):
@@ -397,7 +402,14 @@ def select(names: str | None, default: str) -> list[str]:
             chosen += GROUPS[name]
         elif name in LAYERS or name in DISPATCHES or name in ROUTERS:
             chosen.append(name)
+        elif sizes := _SIZES.fullmatch(name):
+            case = LayerCase(name, *map(int, sizes.groups()), "the command line")
+            if case.k > case.E:
+                raise ValueError(f"bench: --case: expected k at most E in {name!r}, got k = {case.k}, E = {case.E}")
+            LAYERS[name] = case
+            chosen.append(name)
         else:
             known = ", ".join(dict.fromkeys((*GROUPS, *LAYERS, *DISPATCHES, *ROUTERS)))
-            raise ValueError(f"bench: --case: expected names among {known}; got {name!r}")
+            expected = f"sizes such as {TINY.shape}, or names among {known}"
+            raise ValueError(f"bench: --case: expected {expected}; got {name!r}")
     return list(dict.fromkeys(chosen))

@@ -66,16 +66,17 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
         row["stats"].pop("data", None)
 
 
-def parametrize(metafunc, default: str, combinations, tiny, among=cases.LAYERS) -> None:
+def parametrize(metafunc, default: str, combinations, tiny, among=cases.LAYERS, but=frozenset()) -> None:
     """Parameters for the function in `metafunc`: `combinations(case name, config)` for the chosen cases, marked gpu,
     and the `tiny` ones, which run anywhere. Each is a tuple for the argument named `spec`, and its id its words.
-    Chosen cases that are not `among` this suite's are another suite's."""
+    Chosen cases that are not `among` this suite's, and those in `but`, are another suite's."""
     config = metafunc.config
     try:
         names = cases.select(config.getoption("--case"), default)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-    chosen = [(spec, pytest.mark.gpu) for name in names if name in among for spec in combinations(name, config)]
+    ours = [name for name in names if name in among and name not in but]
+    chosen = [(spec, pytest.mark.gpu) for name in ours for spec in combinations(name, config)]
     chosen += [(spec, ()) for spec in tiny]
 
     def words(spec):

@@ -122,8 +122,19 @@ def test_printed_numbers_agree_with_printed_speedups():
 def test_select():
     assert cases.select("conf5,table1", "quick")[:2] == ["conf5", "conf1"]  # each once
     assert cases.select(None, "quick") == list(cases.GROUPS["quick"])
-    with pytest.raises(ValueError, match=r"--case: expected names among .*got 'conf9'"):
+    with pytest.raises(ValueError, match=r"--case: expected sizes such as L.*, or names among .*got 'conf9'"):
         cases.select("conf9", "quick")
+    with pytest.raises(ValueError, match=r"--case: expected k at most E in 'L8-d32-h16-E2-k3', got k = 3, E = 2"):
+        cases.select("L8-d32-h16-E2-k3", "quick")
+
+
+def test_sizes_are_a_case(monkeypatch):
+    monkeypatch.setattr(cases, "LAYERS", dict(cases.LAYERS))
+    name = "L640-d64-h48-E12-k5"
+    assert cases.select(f"conf5,{name},{name}", "quick") == ["conf5", name]
+    case = cases.LAYERS[name]
+    assert (case.name, case.L, case.d, case.h, case.E, case.k) == (name, 640, 64, 48, 12, 5)
+    assert case.shape == name
     assert providers.select("moeblaze,cublas_bound", "quick")[0] == "cublas_bound"
     with pytest.raises(ValueError, match=r"--provider: expected names among .*got 'nobody'"):
         providers.select("nobody", "quick")

@@ -23,6 +23,23 @@ def test_unreadable_orders_are_explained(value, got, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith(expected)
 
 
+def test_sizes_are_timed_as_a_case_is():
+    pytest.importorskip("torch")
+    suites = "bench/bench_layer.py", "bench/bench_experts.py"  # experts' rows are of its own cases
+    done = run_python("-m", "pytest", "--collect-only", "-q", *suites, "--case", "L640-d64-h48-E12-k5")
+    of_sizes = [line for line in done.stdout.splitlines() if "L640" in line]
+    rows = ("cublas_bound", "moeblaze", "torch_grouped_mm")
+    expected = [
+        f"bench/bench_layer.py::test_layer[L640-d64-h48-E12-k5-transposed-{row}-{what}]"
+        for row in rows
+        for what in ("forward", "forward_backward")
+    ]
+    assert set(expected) <= set(of_sizes)
+    assert all("bench_layer.py::test_layer[" in line for line in of_sizes), of_sizes
+    wrong = run_python("-m", "pytest", "--collect-only", "-q", *suites, "--case", "L640-d64-h48-E12-k13")
+    assert "--case: expected k at most E" in wrong.stdout + wrong.stderr
+
+
 @pytest.mark.parametrize("value", ["row", "transposed", "row,transposed"])
 def test_orders(value):
     assert bench_command.build_parser().parse_args(["--order", value]).order == value
