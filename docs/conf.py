@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 project = "moeblaze-cupy"
@@ -11,6 +13,7 @@ author = "The moeblaze_cupy authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = project
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 exclude_patterns = ["description.md"]  # what a package index shows
@@ -51,6 +54,21 @@ def without_any(app, what, name, obj, options, signature, returned):
     return stripped, None if returned and "Any" in returned else returned
 
 
+def link_tables(app, doctree, docname: str) -> None:
+    """Names in the tables of the API page lead to their docstrings below. The head of a table names the module."""
+    objects = app.env.get_domain("py").objects
+    for table in doctree.findall(nodes.table) if docname == "api" else ():
+        head, *names = (next(row.findall(nodes.literal), nodes.literal()) for row in table.findall(nodes.row))
+        for name in names:
+            for module in (head.astext(), "moeblaze_cupy"):
+                target = objects.get(f"{module}.{name.astext()}")
+                if target:
+                    place = f"#{target.node_id}"
+                    name.replace_self(nodes.reference("", "", name.deepcopy(), refuri=place, internal=True))
+                    break
+
+
 def setup(app) -> None:
+    app.connect("doctree-resolved", link_tables)
     app.connect("autodoc-process-docstring", lines_to_lists)
     app.connect("autodoc-process-signature", without_any)
