@@ -1,22 +1,25 @@
-"""A Megatron-Core layer of experts on one GPU: its own SequentialMLP, this package's experts, and the layer by index.
+"""A Megatron-Core layer of experts: its own SequentialMLP, this package's experts, and the layer by index.
 
-python -m bench.megatron --out FILE.json
+python -m bench.megatron [--gpus 2] --out FILE.json
 
 Milliseconds and peak memory of a forward with backward of the whole layer, router and losses included, in bf16 with the
 dispatcher "alltoall". All have the same weights; errors are relative norms of what differs from SequentialMLP's. The
 order of the layers changes from round to round.
+
+With --gpus 2 two GPUs share the experts (expert parallelism), and each has so many tokens of its own. A row then has
+the largest error, time and memory of a rank.
 """
 
 import argparse
 import functools
-import tempfile
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench import inputs, measure, table
+from bench import inputs, measure, ranks
 
 CALLS, ROUNDS = 3, 7
 SHAPES = {  # tokens, hidden size, hidden size of an expert, experts, experts per token
@@ -26,21 +29,18 @@ SHAPES = {  # tokens, hidden size, hidden size of an expert, experts, experts pe
 TINY = (12, 16, 8, 4, 2)
 
 
-def start_megatron(folder: str) -> None:
-    """The groups of one rank, and the seeds of its GPU."""
-    import torch.distributed as dist
+def start_megatron() -> None:
+    """Megatron's groups of all ranks, which share the experts, and the seeds of its GPU."""
     from megatron.core import parallel_state, tensor_parallel
 
-    device = torch.cuda.current_device() if inputs.has_gpu() else None
-    store = dist.FileStore(f"{folder}/store", 1)
-    dist.init_process_group("nccl" if inputs.has_gpu() else "gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    if device is not None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=torch.distributed.get_world_size())
+    if inputs.has_gpu():
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
 def layers_of(shape: tuple[int, ...]) -> dict[str, torch.nn.Module]:
     """The same layer by name, with the same weights."""
+    from megatron.core import parallel_state
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -54,6 +54,7 @@ def layers_of(shape: tuple[int, ...]) -> dict[str, torch.nn.Module]:
         num_moe_experts=E, moe_router_topk=k, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=False, bias_activation_fusion=True, moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=not inputs.has_gpu(), moe_aux_loss_coeff=1e-2, bf16=True, params_dtype=torch.bfloat16,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
     )  # fmt: skip
     present = LocalSpecProvider.grouped_mlp_modules
     LocalSpecProvider.grouped_mlp_modules = getattr(present, "of_megatron", present)
@@ -94,58 +95,50 @@ def expert_gradients(layer: Any) -> dict[str, torch.Tensor]:
     return {name: of(name) for name in ("linear_fc1", "linear_fc2")}
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
-
-
 def measured(name: str, shape: tuple[int, ...]) -> list[dict]:
-    torch.manual_seed(0)
+    random.seed(0)  # the order of the layers is that of the other ranks
+    torch.manual_seed(torch.distributed.get_rank())
     options = {"device": inputs.device(), "dtype": torch.bfloat16}
     x = torch.randn(shape[0], 1, shape[1], **options).requires_grad_()
     grad_out = torch.randn(shape[0], 1, shape[1], **options)
+    torch.manual_seed(0)
     layers = layers_of(shape)
     steps = {which: step_of(layer, x, grad_out) for which, layer in layers.items()}
     own, rows = None, []
     for which, step in steps.items():
         found = step() | expert_gradients(layers[which])
         own = own or found
-        errors = {tensor: error(value, own[tensor]) for tensor, value in found.items()}
+        errors = ranks.largest({tensor: ranks.error(value, own[tensor]) for tensor, value in found.items()})
         rows.append({"shape": name, "sizes": shape, "layer": which, "errors": errors})
     del own, found
+    times = ranks.timed(steps, CALLS, ROUNDS)
     for row in rows:
-        row["peak_mib"] = measure.peak_mib(lambda step=steps[row["layer"]]: [step()["x"]])
-    times = measure.host_microseconds(steps, CALLS, ROUNDS, waits=True)
-    for row in rows:
-        quartiles = times[row["layer"]]
-        row |= {f"{q}_ms": us / 1e3 for q, us in quartiles.items()}
-        row["speed"] = times["SequentialMLP"]["median"] / quartiles["median"]
+        row |= times[row["layer"]]
+        row["speed"] = times["SequentialMLP"]["median_ms"] / row["median_ms"]
     return rows
+
+
+def work(gpus: int, out: str | None) -> None:
+    """Measures in each rank; the first writes and prints."""
+    warnings.filterwarnings("ignore")  # Megatron's, of packages that it does not find
+    start_megatron()
+    first, rows = torch.distributed.get_rank() == 0, []
+    for name, shape in SHAPES.items():
+        rows += [row | {"gpus": gpus} for row in measured(name, shape)]
+        measure.release()
+        if out and first:
+            measure.write_record(measure.record(rows=rows, megatron=measure.version("megatron-core")), out)
+    if first:
+        ranks.show(rows, {"shape": "shape", "layer": "layer"})
 
 
 def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.megatron", description=__doc__.splitlines()[0])
     parser.add_argument("--out", metavar="FILE.json", help="a record")
+    parser.add_argument("--gpus", type=int, default=1, help="that share the experts, a process each (%(default)s)")
     args = parser.parse_args(argv or None)
     inputs.expect_gpu(parser)
-    warnings.filterwarnings("ignore")  # Megatron's, of packages that it does not find
-    rows: list[dict] = []
-    with tempfile.TemporaryDirectory() as folder:
-        start_megatron(folder)
-        for name, shape in SHAPES.items():
-            rows += measured(name, shape)
-            measure.release()
-            if args.out:
-                measure.write_record(measure.record(rows=rows, megatron=measure.version("megatron-core")), args.out)
-        torch.distributed.destroy_process_group()
-    head = ["shape", "layer", "median ms", "speed", "peak MiB", "largest error"]
-    lines = [
-        [
-            *(r["shape"], r["layer"], f"{r['median_ms']:.2f}", f"{r['speed']:.2f}", table.number(r["peak_mib"])),
-            f"{max(r['errors'].values()):.1e}",
-        ]
-        for r in rows
-    ]
-    print("\n".join(table.aligned([head, *lines], 2)))
+    ranks.run(parser, work, args.gpus, args.gpus, args.out)
 
 
 if __name__ == "__main__":

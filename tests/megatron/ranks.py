@@ -430,6 +430,8 @@ def cases_of(size):
             if mesh[2] == 1:
                 biased = {"singleton": singleton, "options": BIASES}
                 add(f"checkpoint of biases, singleton={singleton}", checkpoints, biased)
+        if mesh[0] == 1 and (size == 1 or mesh[1] > 1):
+            add("benchmark", benchmark)
         add("checkpoint without a gate", checkpoints, {"singleton": False, "options": VARIANTS["relu2"]})
         for on_cpu in (False, True):
             add(f"start, on_cpu={on_cpu}", start, {"on_cpu": on_cpu})
@@ -441,7 +443,6 @@ def cases_of(size):
         padded = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}
         add("by index, padded", by_index, {"options": padded, "refused": "moe_pad_expert_input_to_capacity=True"})
         add("by index, refused", not_by_index)
-        add("benchmark", benchmark)
         add("two pending", two_pending)
         add("whole model", whole_model)
         for biases in (False, True):
