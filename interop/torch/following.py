@@ -1,6 +1,6 @@
 """A function that is called with a module of torch once someone imports it, for modules whose import takes long."""
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -26,16 +26,29 @@ class _Finder:
             return None
         self.asks_others = True
         try:
-            spec = importlib.util.find_spec(name)
+            others = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec: ModuleSpec | None = next(filter(None, (find(name, path, target) for find in others)), None)
         finally:
             self.asks_others = False
-        loader: Any = spec and spec.loader
-        if loader is not None:
-
-            def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # that of its class follows
-                loader.exec_module(module)
-                self.function(module)
-
-            loader.exec_module = exec_module
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            stands_for: Any = _Loader(spec.loader, self.function)
+            spec.loader = stands_for
         return spec
+
+
+class _Loader:
+    """Stands for a loader, which may serve other modules too, until the module is executed."""
+
+    def __init__(self, loader: Any, function: Callable[[ModuleType], None]) -> None:
+        self._loader, self._function = loader, function
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copies are made without attributes
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec: Any = module.__spec__
+        spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._function(module)
