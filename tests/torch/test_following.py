@@ -8,7 +8,9 @@ from importlib.machinery import SourceFileLoader
 
 import pytest
 
-from moeblaze_cupy.interop.torch.following import follow
+pytest.importorskip("torch")
+
+from moeblaze_cupy.interop.torch.following import follow  # noqa: E402
 
 FOLLOWED, OTHER = "moeblaze_test_followed", "moeblaze_test_other"
 
