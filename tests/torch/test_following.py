@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moeblaze_cupy.interop.torch.following import follow  # noqa: E402
+from moeblaze_cupy.interop.torch.following import follow
 
 FOLLOWED, OTHER = "moeblaze_test_followed", "moeblaze_test_other"
 
