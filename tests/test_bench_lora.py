@@ -86,7 +86,8 @@ def test_other_libraries_stand_beside_factors(tmp_path, capsys):
         if "ms" in row:
             assert row["errors"].keys() == (GRADIENTS if row["way"] == lora.FROZEN else GRADIENTS | FACTORS)
         else:
-            assert "pip install " in row["problem"] and row["way"].startswith(("unsloth", "axolotl"))
+            assert row["way"].startswith(("unsloth", "axolotl"))
+            assert "pip install " in row["problem"] or "0 active drivers" in row["problem"]  # Triton's, without a GPU
     assert [re.split(r"  +", line)[1] for line in lines[1:]] == list(lora_peers.WAYS)
 
 

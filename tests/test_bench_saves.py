@@ -71,4 +71,4 @@ def test_a_record_says_when_recomputing_pays(tmp_path, monkeypatch):
 def test_an_unknown_case_is_explained(capsys):
     with pytest.raises(SystemExit):
         program.main("--case", "foo")
-    assert "expected names among" in capsys.readouterr().err
+    assert "or names among" in capsys.readouterr().err

@@ -545,7 +545,7 @@ def test_torch_finds_records(torch, device, configured, monkeypatch):
 
     for name, replaced in {"describe": describe, "empty": empty, "stream": lambda device: STREAM}.items():
         monkeypatch.setattr(arrays.Torch, name, staticmethod(replaced))
-    monkeypatch.setattr(device, "where", lambda address: address if abs(address) < 1 << 32 else ("address",))
+    monkeypatch.setattr(device, "where", lambda address: address if abs(address) < 1 << 24 else ("address",))
 
     def launched():
         found = [entry[1:] for entry in device.log if entry[0] == "launch"]
