@@ -1,6 +1,7 @@
 """Random inputs: unit-scale tensors and top-k routings of three kinds, on the CPU or the current CUDA device."""
 
 import argparse
+from collections.abc import Iterable
 
 import torch
 
@@ -15,6 +16,18 @@ def expect_gpu(parser: argparse.ArgumentParser) -> None:
     """Ends a program that cannot run without a GPU, with exit status 2 and a message, where torch finds none."""
     if not has_gpu():
         parser.error("expected a CUDA device that torch can use, got none")
+
+
+def chosen(
+    parser: argparse.ArgumentParser, option: str, names: str | None, known: Iterable[str], separator: str = ","
+) -> list[str]:
+    """The names that an option lists, or all known ones. Ends the program for one that is not known."""
+    every = list(known)
+    found = names.split(separator) if names else every
+    if unknown := [name for name in found if name not in every]:
+        listed, others = (f"{separator} ".join(each) for each in (every, unknown))
+        parser.error(f"argument {option}: expected names among {listed}, got {others}")
+    return found
 
 
 def device() -> str:

@@ -231,9 +231,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record")
     args = parser.parse_args(argv or None)
     known, ways = (CASES_IN_E4M3, WAYS_IN_E4M3) if args.precision else (CASES, WAYS)
-    names = args.case.split(",") if args.case else list(known)
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"argument --case: expected names among {', '.join(known)}, got {', '.join(unknown)}")
+    names = inputs.chosen(parser, "--case", args.case, known)
     if not args.tiny:
         inputs.expect_gpu(parser)
     rows: list[dict] = []

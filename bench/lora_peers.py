@@ -293,13 +293,6 @@ def text(rows: list[dict]) -> list[str]:
     return table.aligned(lines, 2)
 
 
-def chosen(parser: argparse.ArgumentParser, option: str, names: str | None, known: dict) -> list[str]:
-    found = names.split(";" if option == "--way" else ",") if names else list(known)
-    if unknown := [name for name in found if name not in known]:
-        parser.error(f"argument {option}: expected names among {'; '.join(known)}, got {'; '.join(unknown)}")
-    return found
-
-
 def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.lora_peers", description=__doc__.splitlines()[0])
     parser.add_argument("--case", metavar="CASES", help=f"({','.join(CASES)})")
@@ -308,7 +301,8 @@ def main(*argv: str) -> None:
     parser.add_argument("--tiny", action="store_true", help="one small layer, also without a GPU")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record")
     args = parser.parse_args(argv or None)
-    names, ways = chosen(parser, "--case", args.case, CASES), chosen(parser, "--way", args.way, WAYS)
+    names = inputs.chosen(parser, "--case", args.case, CASES)
+    ways = inputs.chosen(parser, "--way", args.way, WAYS, separator=";")
     if not args.tiny:
         inputs.expect_gpu(parser)
     rows: list[dict] = []

@@ -161,19 +161,16 @@ def main(*argv: str) -> None:
     if args.row:
         print(json.dumps(row_of(*json.loads(args.row))))
         return
-    chosen: dict[str, list[str]] = {"case": args.case.split(","), "format": args.format.split(",")}
-    for argument, known in (("case", tuple(STACKS)), ("format", FORMATS)):
-        if unknown := [name for name in chosen[argument] if name not in known]:
-            expected = f"expected names among {', '.join(known)}"
-            parser.error(f"argument --{argument}: {expected}, got {', '.join(unknown)}")
+    names = inputs.chosen(parser, "--case", args.case, STACKS)
+    formats = inputs.chosen(parser, "--format", args.format, FORMATS)
     if not args.tiny:
         inputs.expect_gpu(parser)
-    stacks = TINY if args.tiny else {name: STACKS[name] for name in chosen["case"]}
+    stacks = TINY if args.tiny else {name: STACKS[name] for name in names}
     rows: list[dict] = []
     record = measure.record(rows=rows)
     for name, of in stacks.items():
         for tokens in (args.tokens,) if args.tokens else of.tokens:
-            for format in chosen["format"]:
+            for format in formats:
                 rows.append(in_own_process(name, format, tokens, args.window, args.rounds))
                 if args.out:  # after each row, as a run may be cut
                     measure.write_record(record, args.out)
