@@ -118,13 +118,13 @@ def measured(name: str, shape: tuple[int, ...]) -> list[dict]:
     return rows
 
 
-def work(gpus: int, out: str | None) -> None:
+def work(out: str | None) -> None:
     """Measures in each rank; the first writes and prints."""
     warnings.filterwarnings("ignore")  # Megatron's, of packages that it does not find
     start_megatron()
     first, rows = torch.distributed.get_rank() == 0, []
     for name, shape in SHAPES.items():
-        rows += [row | {"gpus": gpus} for row in measured(name, shape)]
+        rows += [row | {"gpus": torch.distributed.get_world_size()} for row in measured(name, shape)]
         measure.release()
         if out and first:
             measure.write_record(measure.record(rows=rows, megatron=measure.version("megatron-core")), out)
@@ -138,7 +138,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="that share the experts, a process each (%(default)s)")
     args = parser.parse_args(argv or None)
     inputs.expect_gpu(parser)
-    ranks.run(parser, work, args.gpus, args.gpus, args.out)
+    ranks.run(parser, work, args.gpus, args.out)
 
 
 if __name__ == "__main__":
