@@ -254,8 +254,10 @@ class _ExpertParallel(torch.autograd.Function):
             x_part, scales = values_and_scales(_part(rows, part))
             layer = call.joined(LayerArrays(x_part, local_ids[part], got[part], gate, up, w2), parts)
             tf32, fp8_wgrad = torch_arguments.in_tf32(x), fp8_products.of_weights
-            options = LayerOptions(activation, save, precision=fp8_products.precision, tf32=tf32, fp8_wgrad=fp8_wgrad)
-            options = options._replace(max_slots=bound)
+            precision = fp8_products.precision
+            options = LayerOptions(
+                activation, save, precision=precision, max_slots=bound, tf32=tf32, fp8_wgrad=fp8_wgrad
+            )
             try:
                 extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
                 out, saved = layer_forward(layer, options, extras, "expert_parallel_moe")

@@ -143,6 +143,7 @@ class _Call(NamedTuple):
     #: The shape of out, which is no view then; None for (L, d), or that of unreduced outputs.
     shape: tuple[int, ...] | None = None
     lora: Lora | None = None
+    function: str = "moe"  #: which errors about main_grad name
 
 
 def _in_tf32(options: LayerOptions, x: torch.Tensor) -> LayerOptions:
@@ -178,7 +179,7 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
         checks.untransformed("moe", "x", layer)
     main_grads = {}
     if call.accumulate and torch.is_grad_enabled():
-        main_grads = torch_autograd.main_grads(gate, up, w2, call.accumulate)
+        main_grads = torch_autograd.main_grads(gate, up, w2, call.accumulate, call.function)
     autocast = as_operators or private.any_autocast()
     if autocast and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
@@ -827,7 +828,7 @@ class MoE(torch.nn.Module):
         of_slots = self.weights_on, False, self.identity_experts, None
         of_products = self.precision, self.memory_limit, self.fp8_wgrad
         options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, *of_products)
-        of_call = self.keep_saved, accumulate, fp8_weights, not self._sharded, shape, self._lora()
+        of_call = self.keep_saved, accumulate, fp8_weights, not self._sharded, shape, self._lora(), "MoE"
         return _moe(layer, options, _Call(*of_call))
 
     # Compilers would look into parameters that have no numbers.

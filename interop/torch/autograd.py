@@ -531,7 +531,7 @@ def _announced(main_grads: Mapping[str, MainGrad], weights: tuple[Any, ...], gra
 
 
 def main_grads(
-    gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any], function: str = "moe"
+    gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any], function: str
 ) -> dict[str, MainGrad]:
     """MainGrads of the weights that require gradients, by name. accumulate: as of `moe`. function: named in errors."""
     if up is not None and gate.requires_grad != up.requires_grad:

@@ -556,6 +556,9 @@ def test_errors_of_main_grad():
         with pytest.raises(TypeError) as caught:
             moe(x, ids, weights, w1, given, accumulate_into_main_grad=True)
         assert str(caught.value) == f"moe: w2: {wanted}"
+    with pytest.raises(TypeError) as caught:
+        MoE(8, 6, 5, 2, accumulate_into_main_grad=True)(torch.randn(7, 8))
+    assert str(caught.value) == f"MoE: w1: {wanted}"
     w2.main_grad = torch.zeros(1)
     with pytest.raises(ValueError) as caught:
         moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
