@@ -99,7 +99,8 @@ def of_fp8(case: str) -> set[float]:
     """Ratios of times of one row of bench.fp8's record, errors, rates, and MiB of the first layer."""
     values: set[float] = set()
     peers = "torch, fp8", "torchao, rowwise"
-    rows = [r for r in json.loads((RECORDS / "fp8" / "h200.json").read_text())["rows"] if r["case"] == case]
+    found = [json.loads((RECORDS / "fp8" / f"{name}.json").read_text())["rows"] for name in ("h200", "h200-layers")]
+    rows = [r for of_record in found for r in of_record if r["case"] == case]
     for row in rows:
         seconds = row["seconds"]
         values |= {seconds[base] / s for base in ("bf16", "fp8", *peers) if base in seconds for s in seconds.values()}
@@ -110,7 +111,7 @@ def of_fp8(case: str) -> set[float]:
             if row["kernel"] == "quantize_weights":  # read twice, written twice
                 nbytes = 6 * shape.E * shape.h * shape.d * (3 if shape.first_columns == 2 * shape.h else 2)
             values |= {seconds["copy"] / seconds["e4m3"], nbytes / seconds["e4m3"] / 1e12}
-        if row["kernel"] == "forward":
+        if row["kernel"] == "forward" and row in found[0]:
             values.add(seconds["fp8"] / sum(r["seconds"]["_scaled_mm"] for r in rows if r["kernel"].endswith("_fwd")))
             numbers, scales = cases.LAYERS[case].slots * cases.LAYERS[case].h, -(-cases.LAYERS[case].h // 128)
             values |= {4 * numbers / 2**20, 2 * (numbers + 4 * cases.LAYERS[case].slots * scales) / 2**20}
