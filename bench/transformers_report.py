@@ -44,10 +44,10 @@ def rows(records: list[dict], cases: dict[str, str] = MODELS) -> list[list[str]]
     return lines
 
 
-def steps(records: list[dict]) -> dict[tuple[str, str], tuple[dict, dict]]:
+def steps(records: list[dict], cases: dict[str, str] = MODELS) -> dict[tuple[str, str], tuple[dict, dict]]:
     """Training steps with this layer and with grouped_mm, by case and pass, of those that have both."""
-    found = _newest(records)
-    keys = [(case, what) for case in MODELS for what in WHATS]
+    found = _newest(records, cases)
+    keys = [(case, what) for case in cases for what in WHATS]
     pairs = {key: tuple(found.get((*key, name)) for name in ("moeblaze", "grouped_mm")) for key in keys}
     return {key: pair for key, pair in pairs.items() if all(pair)}
 

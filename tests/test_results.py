@@ -306,11 +306,18 @@ def test_readme_compares_layers_as_the_records_do():
     assert row == [*of_layers(pairs), "not run", "not run"]
 
 
-@pytest.mark.parametrize(("model", "name"), [("qwen3", "Qwen3-30B-A3B"), ("olmoe", "OLMoE-1B-7B")])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_readme_compares_steps_as_the_records_do(model, name, mode):
-    record = json.loads((RECORDS / f"h200-transformers-{model}.json").read_text())
-    extras = [row["extra_info"] for row in record["benchmarks"]]
+@pytest.mark.parametrize(
+    ("record", "case", "name", "mode"),
+    [
+        ("qwen3", "qwen3_30b_a3b", "Qwen3-30B-A3B", "eager"),
+        ("qwen3", "qwen3_30b_a3b", "Qwen3-30B-A3B", "compiled"),
+        ("lora", "qwen3_30b_a3b_lora_4k", "Qwen3-30B-A3B's adapters, 4k tokens", "eager"),
+        ("lora", "qwen3_30b_a3b_lora_32k", "Qwen3-30B-A3B's adapters, 32k tokens", "eager"),
+    ],
+)
+def test_readme_compares_steps_as_the_records_do(record, case, name, mode):
+    found = json.loads((RECORDS / f"h200-transformers-{record}.json").read_text())
+    extras = [row["extra_info"] for row in found["benchmarks"] if row["extra_info"]["case"] == case]
     wanted = "step" if mode == "eager" else "step_compiled"
     ours, base = ({e["provider"]: e for e in extras if e["pass"] == wanted}[n] for n in ("moeblaze", "grouped_mm"))
     cells = readme_rows()[f"Step of {name}, NVIDIA H200, {mode}"]
