@@ -4,9 +4,6 @@ import atexit
 import gc
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: each with one thread, before NumPy starts its own
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,6 +47,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None):  # a process per core, whose plug-ins may import NumPy before this
+        os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     markers.leave_out_long(config)
 
 
