@@ -1,8 +1,8 @@
 """Models of transformers with this layer as their experts' implementation, beside those of transformers.
 
 A row is a training step of a small number of layers at the sizes of a released model (forward, loss, backward, AdamW
-in bfloat16), eager or compiled, or the generation of a token for some sequences. A model has random weights, and one
-vocabulary of 8,192 so that its head does not hide the layers. All rows of a case have the same weights and tokens. The
+in bfloat16), eager or compiled. A model has random weights, and one vocabulary of 8,192 so that its head does not hide
+the layers. All rows of a case have the same weights and tokens. The
 cases with "_lora" in their names train adapters of peft on attention and experts alone, and are run only if named.
 
 Attention is torch's, causal by its own argument. A compiled model of transformers makes a mask of all pairs of tokens
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="transformers")
 IMPLEMENTATIONS = ("moeblaze", "grouped_mm", "sonicmoe", "deepgemm")
 VOCABULARY = 8192
 ROUNDS = 5
-NEW_TOKENS = 16
 ATTENTION = "causal_without_mask"
 
 
@@ -73,7 +72,6 @@ TINY = Model("tiny_qwen3", "Qwen3MoeConfig", 2, 16, False, {
     "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "num_hidden_layers": 1, **_heads(2, 2, 16),
 })  # fmt: skip
-GENERATED = (1, 8, 64)  # sequences, each of which gets a token at a time
 
 
 def check_names(case: str | None, provider: str | None) -> None:
@@ -92,18 +90,14 @@ def pytest_generate_tests(metafunc):
 
     def rows(model, compiled):
         """Those that compile come last, as they take longest and --minutes may leave them out."""
-        whats = ["step", *(f"generate_{n}" for n in GENERATED), *(["step_compiled"] if compiled else [])]
-        whats = ["step"] if model.rank else whats
+        whats = ["step", "step_compiled"] if compiled and not model.rank else ["step"]
         return [(model, what, name) for what in whats for name in chosen if name in IMPLEMENTATIONS]
 
     specs = [
         pytest.param(s, marks=pytest.mark.gpu) for n in names for s in rows(MODELS[n], given or MODELS[n].compiled)
     ]
-    specs += [
-        pytest.param((TINY, what, name)) for what in ("step", "generate_1") for name in ("moeblaze", "grouped_mm")
-    ]
-    tiny = replace(TINY, name="tiny_qwen3_lora", rank=4)
-    specs += [pytest.param((tiny, "step", name)) for name in ("moeblaze", "grouped_mm")]
+    for tiny in (TINY, replace(TINY, name="tiny_qwen3_lora", rank=4)):
+        specs += [pytest.param((tiny, "step", name)) for name in ("moeblaze", "grouped_mm")]
     metafunc.parametrize("spec", specs, ids=["-".join((s.values[0][0].name, *s.values[0][1:])) for s in specs])
 
 
@@ -222,31 +216,20 @@ def test_transformers(spec, time_device, benchmark):
     model = _CURRENT.of(case)
     use(model, name)
     info = {"case": case.name, "provider": name, "pass": what, "layers": model.config.num_hidden_layers}
-    if what.startswith("generate"):
-        tokens = int(what.rpartition("_")[2])
-        model.eval()
-        check_loss(model, name, model)
-        prompt = _CURRENT.tokens[:1, :16].expand(tokens, -1).contiguous()
-
-        def work():
-            return model.generate(prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
-
-        seconds = time_device(work, calls=NEW_TOKENS, rounds=3, busy=measure.BRIEFLY, sequences=tokens, **info)
-    else:
-        tokens = case.B * case.T
-        model.train()
-        check_loss(model, name, model)
-        step = training_step(model, compiled(model) if what == "step_compiled" else model)
+    tokens = case.B * case.T
+    model.train()
+    check_loss(model, name, model)
+    step = training_step(model, compiled(model) if what == "step_compiled" else model)
+    step()
+    measure.release()
+    info["peak_mib"] = None
+    if inputs.has_gpu():
+        torch.cuda.reset_peak_memory_stats()
         step()
-        measure.release()
-        info["peak_mib"] = None
-        if inputs.has_gpu():
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            info["peak_mib"] = torch.cuda.max_memory_allocated() / measure.MIB
-        if what == "step_compiled":
-            info["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
-        seconds = time_device(step, rounds=ROUNDS, tokens=tokens, **info)
+        info["peak_mib"] = torch.cuda.max_memory_allocated() / measure.MIB
+    if what == "step_compiled":
+        info["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
+    seconds = time_device(step, rounds=ROUNDS, tokens=tokens, **info)
     if seconds:
         benchmark.extra_info["tokens_per_second"] = tokens / seconds
         benchmark.extra_info["transformers"] = __import__("transformers").__version__

@@ -44,15 +44,15 @@ def gemm_work(case, entry: str) -> Work:
     return Work(2 * R * d * columns, BYTES * elements)
 
 
-def dense_product(case, entry: str, device: str = "cuda"):
-    """The product alone through cuBLAS: rows contiguous and split evenly over the experts, no epilogue, no sums."""
+def dense_operands(case, entry: str, device: str = "cuda", dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands of the product, (E, rows, depth) and (E, depth, columns): tokens split evenly over the experts."""
     T = max(1, case.slots // case.E)
     n = case.first_columns
 
     def normal(*shape):
-        return torch.randn(case.E, *shape, device=device, dtype=torch.bfloat16)
+        return torch.randn(case.E, *shape, device=device, dtype=dtype)
 
-    a, b = {
+    return {
         "up_fwd": lambda: (normal(T, case.d), normal(n, case.d).transpose(1, 2)),
         "down_fwd": lambda: (normal(T, case.h), normal(case.d, case.h).transpose(1, 2)),
         "down_bwd": lambda: (normal(T, case.d), normal(case.d, case.h)),
@@ -60,6 +60,11 @@ def dense_product(case, entry: str, device: str = "cuda"):
         "up_wgrad": lambda: (normal(T, n).transpose(1, 2), normal(T, case.d)),
         "up_bwd": lambda: (normal(T, n), normal(n, case.d)),
     }[entry]()
+
+
+def dense_product(case, entry: str, device: str = "cuda"):
+    """The product alone through cuBLAS: rows contiguous and split evenly over the experts, no epilogue, no sums."""
+    a, b = dense_operands(case, entry, device)
     return lambda: torch.bmm(a, b)
 
 

@@ -1,5 +1,10 @@
 """The suite `transformers` in docs/results.md: a table, and what the plot shows."""
 
+import json
+from pathlib import Path
+
+from bench.other_gpus import card_of
+from bench.recorded import RECORDS
 from bench.table import number
 
 WHATS = ("step", "step_compiled")
@@ -8,9 +13,14 @@ TUNED = {
     f"{name}_lora_{tokens}k": f"{title}, {tokens}k tokens" for name, title in MODELS.items() for tokens in (4, 32)
 }  # cases with low-rank factors
 ABOUT = """Models of transformers with random weights at the sizes of the named models, but with 4 layers and a
-vocabulary of 8,192, in bf16. A step is forward, loss, backward and AdamW. Generation makes one token for each sequence.
-Ratios are relative to "grouped_mm" in the same record, and above 1 is faster. Peak memory includes weights and
-optimizer. Compiled steps use attention that is causal without a mask."""
+vocabulary of 8,192, in bf16. A step is forward, loss, backward and AdamW. Ratios are relative to "grouped_mm" in the
+same record, and above 1 is faster. Peak memory includes weights and optimizer. Compiled steps use attention that is
+causal without a mask."""
+
+GENERATION = RECORDS / "generation"  # of bench.generation, a file by GPU
+OF_GENERATION = """Median and quartiles of a token, of {rounds} rounds in which both kinds of experts take turns. At 1
+and 8 sequences the host bounds both."""
+HEAD_OF_GENERATION = ["model", "sequences", "experts", "tokens/s", "speed", "ms of a token", "quartiles, ms"]
 
 OF_TUNED = """peft's adapters of rank 16 on attention and experts, of which alone AdamW trains anything; eager, without
 checkpointing. Beside "grouped_mm" peft adds BA to the experts' weights in every forward."""
@@ -21,8 +31,8 @@ def _newest(records: list[dict], cases: dict[str, str] = MODELS) -> dict[tuple[s
     found = {}
     for record in records:
         for row in record["benchmarks"]:
-            if row["group"] == "transformers" and row["extra_info"]["case"] in cases:
-                info = row["extra_info"]
+            info = row["extra_info"]
+            if row["group"] == "transformers" and info["case"] in cases and info["pass"] in WHATS:
                 found[info["case"], info["pass"], info["provider"]] = info | row["stats"]
     names, passes = list(cases), list(dict.fromkeys(what for _, what, _ in found))
     return dict(
@@ -82,7 +92,26 @@ def section(records: list[dict], table) -> list[str]:
     if tuned := rows(records, TUNED):
         tuned = [[TUNED[case], *cells] for case, _, *cells in tuned]
         page += ["", "### Steps with low-rank factors", "", OF_TUNED, *table([head[0], *head[2:]], tuned)]
-    return page
+    return [*page, *generation(table)]
+
+
+def of_generation(row: dict) -> list[str]:
+    """Cells of HEAD_OF_GENERATION."""
+    q1, median, q3 = (number(row[name] / 1000) for name in ("q1", "median", "q3"))
+    speeds = f"{row['tokens_per_second']:,.0f}", number(row["speed"])
+    return [row["case"], str(row["sequences"]), row["experts"], *speeds, median, f"{q1} to {q3}"]
+
+
+def generation(table, folder: Path = GENERATION) -> list[str]:
+    """Lines of the page; none without a record."""
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        about = f"{card_of(record)}, commit `{record['commit_info']['id']}`."
+        lines += ["", "### Generation"] * (not lines)
+        lines += ["", about, OF_GENERATION.format(rounds=record["rows"][0]["rounds"])]
+        lines += table(HEAD_OF_GENERATION, map(of_generation, record["rows"]))
+    return lines
 
 
 def bars(records: list[dict]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:

@@ -18,10 +18,12 @@ from tests.environment import plain_environment
 torch = pytest.importorskip("torch")
 
 from bench import (  # noqa: E402
+    ampere,
     cases,
     compare,
     first_use,
     fp8,
+    generation,
     graphs,
     host_time,
     inputs,
@@ -558,7 +560,8 @@ def test_first_use_on_the_cpu():
 @pytest.mark.parametrize(
     "program",
     [
-        *(first_use, fp8, graphs, host_time, kernel_times, long_sequences, lora, lora_stack, megatron, quantised),
+        *(ampere, first_use, fp8, generation, graphs, host_time, kernel_times, long_sequences, lora),
+        *(lora_stack, megatron, quantised),
         *(save_policies, variants, watched_steps),
     ],
     ids=lambda module: module.__name__,

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench import bench_transformers, inputs, log_probabilities, watched_steps
+from bench import bench_transformers, generation, inputs, log_probabilities, transformers_report, watched_steps
 
 pytestmark = pytest.mark.skipif(inputs.has_gpu(), reason="would measure on the GPU")
 
@@ -27,3 +27,15 @@ def test_a_watched_step_is_counted(monkeypatch):
     rows = watched_steps.measured(bench_transformers.TINY, compiles=False)
     assert [row["arm"] for row in rows] == ["nothing", "monitor", "record", "replay"]
     assert all(row["median"] > 0 for row in rows) and rows[0]["more"] == 0
+
+
+def test_kinds_of_experts_generate_in_turn():
+    rows = generation.measured(bench_transformers.TINY, (1, 2), rounds=2)
+    assert [(row["sequences"], row["experts"]) for row in rows] == [
+        (number, kind) for number in (1, 2) for kind in ("moeblaze", "grouped_mm")
+    ]
+    for row in rows:
+        assert row["q1"] <= row["median"] <= row["q3"]
+        assert row["tokens_per_second"] == pytest.approx(row["sequences"] * 1e6 / row["median"])
+    assert [row["speed"] for row in rows[1::2]] == [1, 1]
+    assert transformers_report.of_generation(rows[0])[:3] == ["tiny_qwen3", "1", "moeblaze"]
