@@ -39,8 +39,7 @@ def generate(model: Any, prompt: torch.Tensor) -> None:
 
 
 def measured(case: bench_transformers.Model, sequences: Sequence[int] = SEQUENCES, rounds: int = ROUNDS) -> list[dict]:
-    """A row for each number of sequences and kind: quartiles of a token's microseconds, tokens per second, and those
-    over grouped_mm's."""
+    """A row for each number of sequences and kind, quartiles in microseconds of a token of each sequence."""
     models, rows = models_of(case), []
     tokens = torch.randint(bench_transformers.VOCABULARY, (1, PROMPT), device=inputs.device())
     for number in sequences:
@@ -51,9 +50,7 @@ def measured(case: bench_transformers.Model, sequences: Sequence[int] = SEQUENCE
         times = measure.host_microseconds(calls, 1, rounds, waits=True)
         for kind, quartiles in times.items():
             per_token = {name: value / NEW for name, value in quartiles.items()}
-            speed = times["grouped_mm"]["median"] / quartiles["median"]
-            about = {"case": case.name, "sequences": number, "experts": kind, "rounds": rounds}
-            rows.append({**about, **per_token, "tokens_per_second": 1e6 * number / per_token["median"], "speed": speed})
+            rows.append({"case": case.name, "sequences": number, "experts": kind, "rounds": rounds, **per_token})
     return rows
 
 
@@ -71,7 +68,7 @@ def main(*argv: str) -> None:
             record = measure.record(rows=rows, transformers=measure.version("transformers"))
             record["commit_info"] = {"id": args.commit or measure.commit()}
             measure.write_record(record, args.out)
-    print("\n".join(table.aligned([report.HEAD_OF_GENERATION, *map(report.of_generation, rows)], 3)))
+    print("\n".join(table.aligned([report.HEAD_OF_GENERATION, *report.of_generation(rows)], 1)))
 
 
 if __name__ == "__main__":

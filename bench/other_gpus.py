@@ -36,12 +36,13 @@ def name_of(record: dict) -> str:
 
 
 def by_gpu() -> dict[str, list[dict]]:
-    """Rows of `layers` by `name_of`, of the newest record that has the case, in the order of cases."""
+    """Rows of `layers` by `name_of`, of the newest record that has the case, in the order of cases; portable last."""
     found: dict[str, dict[str, dict]] = {}
     for record in records():
         of_gpu = found.setdefault(name_of(record), {})
         of_gpu |= {row["case"]: row for row in layers(record)}
-    return {gpu: [rows[case] for case in cases.LAYERS if case in rows] for gpu, rows in found.items()}
+    ordered = sorted(found.items(), key=lambda item: "portable" in item[0])
+    return {gpu: [rows[case] for case in cases.LAYERS if case in rows] for gpu, rows in ordered}
 
 
 def layers(record: dict) -> list[dict]:

@@ -18,9 +18,9 @@ same record, and above 1 is faster. Peak memory includes weights and optimizer. 
 causal without a mask."""
 
 GENERATION = RECORDS / "generation"  # of bench.generation, a file by GPU
-OF_GENERATION = """Median and quartiles of a token, of {rounds} rounds in which both kinds of experts take turns. At 1
-and 8 sequences the host bounds both."""
-HEAD_OF_GENERATION = ["model", "sequences", "experts", "tokens/s", "speed", "ms of a token", "quartiles, ms"]
+OF_GENERATION = """Median and quartiles of the time of a token of each sequence, over {rounds} rounds in which both
+take turns. The host bounds them at 1 and 8 sequences."""
+HEAD_OF_GENERATION = ["model", "sequences", "moeblaze, ms", "quartiles", "grouped_mm, ms", "quartiles", "speed"]
 
 OF_TUNED = """peft's adapters of rank 16 on attention and experts, of which alone AdamW trains anything; eager, without
 checkpointing. Beside "grouped_mm" peft adds BA to the experts' weights in every forward."""
@@ -95,11 +95,16 @@ def section(records: list[dict], table) -> list[str]:
     return [*page, *generation(table)]
 
 
-def of_generation(row: dict) -> list[str]:
-    """Cells of HEAD_OF_GENERATION."""
-    q1, median, q3 = (number(row[name] / 1000) for name in ("q1", "median", "q3"))
-    speeds = f"{row['tokens_per_second']:,.0f}", number(row["speed"])
-    return [row["case"], str(row["sequences"]), row["experts"], *speeds, median, f"{q1} to {q3}"]
+def of_generation(rows: list[dict]) -> list[list[str]]:
+    """Cells of HEAD_OF_GENERATION, of rows that alternate between the two."""
+    lines = []
+    for ours, base in zip(rows[::2], rows[1::2], strict=True):
+        cells = []
+        for row in (ours, base):
+            q1, median, q3 = (number(row[name] / 1000) for name in ("q1", "median", "q3"))
+            cells += [median, f"{q1} to {q3}"]
+        lines.append([ours["case"], str(ours["sequences"]), *cells, number(base["median"] / ours["median"])])
+    return lines
 
 
 def generation(table, folder: Path = GENERATION) -> list[str]:
@@ -110,7 +115,7 @@ def generation(table, folder: Path = GENERATION) -> list[str]:
         about = f"{card_of(record)}, commit `{record['commit_info']['id']}`."
         lines += ["", "### Generation"] * (not lines)
         lines += ["", about, OF_GENERATION.format(rounds=record["rows"][0]["rounds"])]
-        lines += table(HEAD_OF_GENERATION, map(of_generation, record["rows"]))
+        lines += table(HEAD_OF_GENERATION, of_generation(record["rows"]))
     return lines
 
 

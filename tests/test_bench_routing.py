@@ -36,6 +36,6 @@ def test_kinds_of_experts_generate_in_turn():
     ]
     for row in rows:
         assert row["q1"] <= row["median"] <= row["q3"]
-        assert row["tokens_per_second"] == pytest.approx(row["sequences"] * 1e6 / row["median"])
-    assert [row["speed"] for row in rows[1::2]] == [1, 1]
-    assert transformers_report.of_generation(rows[0])[:3] == ["tiny_qwen3", "1", "moeblaze"]
+    (one, two) = transformers_report.of_generation(rows)
+    assert one[:2] == ["tiny_qwen3", "1"] and two[1] == "2"
+    assert float(two[-1]) == pytest.approx(rows[3]["median"] / rows[2]["median"], rel=0.01)  # of three digits

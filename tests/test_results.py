@@ -427,7 +427,7 @@ def test_two_records_of_another_gpu_are_one_table_beside_the_pages_gpu(tmp_path,
         factor = 1.5 if row["case"] == "conf3" else 1
         assert row["passes"][both][1] == pytest.approx(factor * was["passes"][both][1])
     text = "\n".join(other_gpus.section(report.table, records))
-    assert ", commit `b988029` (conf1, conf2, conf4," in text and "; commit `newer12` (conf3).\n" in text
+    assert ", commit `4e8deb3` (conf1, conf2, conf4," in text and "; commit `newer12` (conf3).\n" in text
     ours, torchs = (records.entries()["conf3", "transposed", n][f"{both}_ratio"] for n in ("moeblaze", other_gpus.PEER))
     assert re.search(rf"^\| conf3 \|.* \| {ours:.2f} \| {torchs / ours:.2f} \|$", text, re.MULTILINE)
     assert len(other_gpus.headline()) == 2 and "there, over bound" not in "\n".join(
@@ -566,6 +566,8 @@ def test_every_suite_has_its_section():
         if row["group"] == "layer" and extra["case"] == "conf3_skewed":
             assert f"{row['stats']['median'] * 1e3:.2f}" in numbers, row
             continue  # its other figures have no table
+        if row["group"] == "dispatch" and cases.DISPATCHES[extra["case"]].routing != "random":
+            continue  # the page has their least and greatest
         for name in ("saved_mib", "peak_mib", "back_to_back_ms", "back_to_back_w"):
             if name in extra:
                 assert str(extra[name]) in numbers, row
