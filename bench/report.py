@@ -405,6 +405,10 @@ ERRORS = f"""The norm of the difference over the norm of the reference. The refe
 same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tokens, samples of both). Beside this layer
 stands the composition of bf16 torch operations over a routed buffer. Cells are the least and the greatest of the
 layers."""
+NO_ROWS = """No rows: FastMoE's experts have no gate, and it, Tutel and MegaBlocks are extensions that were not
+built for torch 2.11. DeepSpeed-MoE pads every expert to a capacity. No public code of TurboMoE was found. DeepGEMM has
+no layer to train. Of Megatron-Core only its experts without Transformer Engine were timed
+(`bench/records/megatron/`)."""
 PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
 other's."""
 POWER = """NVML's mean over the second of calls. Cases in which all draw at least 95% of the card's limit are left out:
@@ -434,7 +438,7 @@ def results(records: Records) -> str:
     if table2 := table2_section(records):
         lines += ["", "### Table 2: forward and backward, time, and memory saved / peak", *table2]
     if peers := peer_section(records):
-        lines += ["", "### Other layers in the same run", "", PEERS, *peers]
+        lines += ["", "### Other layers in the same run", "", PEERS, *peers, "", NO_ROWS]
     if power := power_section(records):
         lines += ["", "### Power of calls back to back, forward / forward and backward, W", "", POWER, *power]
     if errors := error_section(records):
