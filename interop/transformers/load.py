@@ -7,11 +7,12 @@ import torch
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop.transformers.formula import name_of
-from moeblaze_cupy.interop.transformers.routing import Chooser, routed_model
+from moeblaze_cupy.interop.transformers.routing import routed_model
 
 Tensor = torch.Tensor
 
 _ENTROPY, _TOKENS, _LARGEST, _COUNTS = range(4)  # where the sums of a layer stand, the last those of its experts
+_BYTES = 2**24  # of layers that wait: checkpointing would free them, and with more the host does not bound a step
 _PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")  # they return these in place of logits
 
 
@@ -49,6 +50,19 @@ class Load(NamedTuple):
         }
 
 
+class _Routed(NamedTuple):
+    """What a router returned. logits: (..., E). ids: (..., k), or the scores (..., E) of a Llama4Router."""
+
+    layer: int
+    router: Any
+    logits: Tensor
+    ids: Tensor
+
+    def key(self) -> tuple[Any, ...]:
+        """Returns what layers that are counted together have in common."""
+        return type(self.router), self.logits.device, self.logits.dtype, self.logits.shape, self.ids.shape
+
+
 class Monitor:
     """What `monitor` returns."""
 
@@ -59,22 +73,25 @@ class Monitor:
                 got = f"{chooser.name} of {name_of(type(chooser.module))}"
                 raise checks.bad_value("monitor", "model", "routers that return logits and ids", got)
         self.layers = tuple(chooser.name for chooser in choosers)
-        self._sums = [self._zeros(chooser) for chooser in choosers]  # (_COUNTS + E,) each
+        weights = [[p for p in c.module.parameters() if p.dim() == 2] for c in choosers]  # (E, d), the last of a router
+        experts = [len(w[-1]) if w else c.num_experts for w, c in zip(weights, choosers, strict=True)]
+        self._width = _COUNTS + max(experts)  # num_experts, as DeepSpeed and FSDP1 leave weights without a shape
+        devices = [next((p.device for p in c.module.parameters()), torch.device("cpu")) for c in choosers]
+        self._sums = {device: self._zeros(len(devices), device) for device in devices}  # of eager layers
+        # Those of compiled layers are apart, because compiled code may copy all of a tensor that it changes.
+        self._compiled_sums = [self._zeros(1, device) for device in devices]
         self._is_counting = False
         self._mask: Tensor | None = None  # (B, T), 0 for padding
+        self._kept: list[_Routed] = []  # layers in order that wait to be counted, all alike
         self._hooks = [
             self._model.register_forward_pre_hook(self._before, with_kwargs=True),
             self._model.register_forward_hook(self._after, always_call=True),
             *(c.module.register_forward_hook(self._hook(number)) for number, c in enumerate(choosers)),
         ]
 
-    @staticmethod
-    def _zeros(chooser: Chooser) -> Tensor:
-        parameters = list(chooser.module.parameters())
-        rows = [len(parameter) for parameter in parameters if parameter.dim() == 2]  # of a weight: experts
-        number = rows[-1] if rows else chooser.num_experts  # DeepSpeed and FSDP1 leave weights without a shape
-        device = parameters[-1].device if parameters else None
-        return torch.zeros(_COUNTS + number, dtype=torch.float64, device=device)  # exact for integers
+    def _zeros(self, rows: int, device: torch.device) -> Tensor:
+        """Returns a copy of zeros, which raises in a CUDA graph. Zeros made in one would be set in each replay."""
+        return torch.zeros(rows, 1, self._width, dtype=torch.float64, device="cpu").to(device)  # exact for integers
 
     def close(self) -> None:
         """Removes the hooks from the model."""
@@ -85,36 +102,62 @@ class Monitor:
         mask = named.get("attention_mask")
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._is_counting = model is self._model and model.training and torch.is_grad_enabled()
+        self._kept = []  # without what an interrupt left
 
     def _after(self, model: Any, args: Any, out: Any) -> None:
-        self._is_counting, self._mask = False, None  # what checkpointing computes again is not counted
+        if self._kept and out is not None:  # it is None if forward raised
+            self._count_kept()
+        self._is_counting, self._mask, self._kept = False, None, []  # checkpointing computes again, uncounted
 
     def _hook(self, number: int) -> Any:
-        def count(router: Any, args: Any, out: Any) -> None:
-            if self._is_counting:
-                with torch.no_grad():
-                    self._count(number, name_of(type(router)), router, out)
+        def keep(router: Any, args: Any, out: Any) -> None:
+            if not self._is_counting:
+                return
+            logits, ids = (out[1], out[0]) if name_of(type(router)) == "Llama4Router" else (out[0], out[2])
+            if torch.compiler.is_compiling():  # compiled code fuses what counts a layer
+                sums = self._compiled_sums[number]
+                if sums.device != logits.device:
+                    sums = self._compiled_sums[number] = sums.to(logits.device)
+                self._count(sums, _Routed(number, router, logits[None], ids[None]))
+                return
+            routed = _Routed(number, router, logits, ids)
+            if self._kept and (self._kept[-1].layer + 1 != number or self._kept[-1].key() != routed.key()):
+                self._count_kept()
+            self._kept.append(routed)
+            if len(self._kept) * (logits.nbytes + ids.nbytes) > _BYTES:
+                self._count_kept()
 
-        return count
+        return keep
 
-    def _count(self, number: int, kind: str, router: Any, out: Any) -> None:
-        if kind == "Llama4Router":  # scores, 0 for experts that were not chosen, and logits
-            logits, ids = out[1], out[0].topk(router.top_k, dim=1).indices
-        else:
-            logits, ids = out[0], out[2].flatten(0, -2)
-        logits, sums = logits.flatten(0, -2), self._sums[number]
-        if sums.device != logits.device:
-            sums = self._sums[number] = sums.to(logits.device)
-        mask = self._mask if self._mask is not None and self._mask.numel() == len(logits) else None
-        shares = (logits.float().log() if kind in _PROBABILITIES else logits).softmax(-1, torch.float32)
-        entropy, ones = torch.special.entr(shares), sums.new_ones(1)
-        if mask is not None:
-            is_token = mask.flatten().to(shares)[:, None]
-            logits, entropy, ones = logits * is_token, entropy * is_token, is_token.double()
-        sums[_ENTROPY].add_(entropy.sum())
-        sums[_TOKENS].add_(len(logits) if mask is None else ones.sum())
-        sums[_LARGEST].clamp_(min=torch.linalg.vector_norm(logits, torch.inf))
-        sums[_COUNTS:].index_add_(0, ids.flatten(), ones.expand(ids.shape).flatten())
+    @torch.no_grad()
+    def _count_kept(self) -> None:
+        """Counts layers with the launches of one, because the host takes longer for them than the device."""
+        kept, self._kept = self._kept, []
+        logits, ids = torch.stack([routed.logits for routed in kept]), torch.stack([routed.ids for routed in kept])
+        if logits.device not in self._sums:
+            self._sums[logits.device] = self._zeros(len(self.layers), logits.device)
+        sums = self._sums[logits.device][kept[0].layer : kept[0].layer + len(kept)]
+        self._count(sums, kept[0]._replace(logits=logits, ids=ids))
+
+    @torch.no_grad()
+    def _count(self, sums: Tensor, first: _Routed) -> None:
+        """Counts n layers. logits: (n, ..., E). ids: (n, ..., k or E). sums: (n, 1, _COUNTS + E)."""
+        kind, logits, ids = name_of(type(first.router)), first.logits.flatten(1, -2), first.ids.flatten(1, -2)
+        if kind == "Llama4Router":  # scores are 0 for experts that were not chosen
+            ids = ids.topk(first.router.top_k).indices
+        number: int | Tensor = logits.shape[1]
+        of_shares = logits.float().log() if kind in _PROBABILITIES else logits
+        entropy = torch.special.entr(of_shares.softmax(-1, torch.float32))
+        ones = torch.ones_like(ids, dtype=torch.float64)
+        if self._mask is not None and self._mask.numel() == number:
+            is_token = self._mask.reshape(-1, 1).to(entropy)
+            logits, entropy, ones = logits * is_token, entropy * is_token, ones * is_token
+            number = is_token.sum(dtype=torch.float64)
+        entropies, tokens, largest, counts = sums.split_with_sizes([1, 1, 1, sums.shape[-1] - _COUNTS], -1)
+        entropies.add_(entropy.sum((1, 2), keepdim=True))
+        tokens.add_(number)
+        largest.clamp_(min=torch.linalg.vector_norm(logits, torch.inf, (1, 2), keepdim=True))
+        counts.scatter_add_(-1, ids.long().reshape(len(ids), 1, -1), ones.reshape(len(ids), 1, -1))
 
     def read(self, *, group: Any = None, reset: bool = True) -> Load:
         """Returns what was counted and starts anew, with one copy to the host.
@@ -122,17 +165,18 @@ class Monitor:
         group: a process group, over which every rank reads: counts are summed. The ranks of tensor parallelism see the
         same tokens and count them once each. reset: False goes on counting.
         """
-        device = self._sums[0].device
-        sums = torch.nn.utils.rnn.pad_sequence([layer.to(device) for layer in self._sums], batch_first=True)
+        device = max(self._sums, key=lambda device: device.type != "cpu")  # the model may have moved to a GPU
+        compiled = torch.cat([each.to(device) for each in self._compiled_sums])
+        parts = torch.cat([compiled, *(each.to(device) for each in self._sums.values())], 1)
+        sums, largest = parts.sum(1), parts[..., _LARGEST].amax(1)
         if group is not None:
-            largest = sums[:, _LARGEST].contiguous()
             torch.distributed.all_reduce(sums, group=group)
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
-            sums[:, _LARGEST] = largest
+        sums[:, _LARGEST] = largest
         sums = sums.cpu()
         if reset:
-            for layer in self._sums:
-                layer.zero_()
+            for each in (*self._compiled_sums, *self._sums.values()):
+                each.zero_()
         tokens, counts = sums[:, _TOKENS], sums[:, _COUNTS:].long()
         entropy = sums[:, _ENTROPY] / tokens.clamp(min=1) / math.log(max(2, counts.shape[1]))
         return Load(self.layers, counts, tokens.long(), entropy, sums[:, _LARGEST])

@@ -7,9 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
 
-from moeblaze_cupy.interop.transformers import Routing, monitor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from moeblaze_cupy.interop.transformers import Routing, load, monitor  # noqa: E402
 from tests.torch_versions import needs_models_that_compile  # noqa: E402
-from tests.transformers.test_transformers_routing import TOKENS, made, one_process, step  # noqa: E402
+from tests.transformers.test_transformers_routing import MODELS, TOKENS, made, one_process, step  # noqa: E402
 
 MASK = torch.ones(2, 9, dtype=torch.int64)
 MASK[0, :3] = 0
@@ -139,7 +141,7 @@ def test_checkpointing_does_not_count_twice(reentrant, replays):
 @needs_models_that_compile
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("part", ["model", "layers"])
+@pytest.mark.parametrize("part", ["model", "layers", "second layer"])
 def test_compiled_models(part, checkpointing):
     model = made()
     wanted = expected(model, "Qwen3Moe")
@@ -154,7 +156,7 @@ def test_compiled_models(part, checkpointing):
         if part == "model":
             compiled = torch.compile(model, backend="aot_eager")
         else:
-            for layer in model.model.layers:
+            for layer in model.model.layers[1:2] if part == "second layer" else model.model.layers:
                 layer.compile(backend="aot_eager")
         if not watched:
             seen.close()
@@ -165,6 +167,89 @@ def test_compiled_models(part, checkpointing):
         breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
     assert breaks[0] == breaks[1]
     torch._dynamo.reset()
+
+
+class Operations(TorchDispatchMode):
+    """Lists the names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def operations(model):
+    with Operations() as seen:
+        step(model, attention_mask=MASK)
+    return seen.names
+
+
+def test_layers_are_counted_together():
+    """The host bounds an eager step of few tokens, so each operation costs time there, whatever its size."""
+    added = []
+    for layers in (4, 8):
+        sizes = MODELS["Qwen3Moe"] | {"num_hidden_layers": layers}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).train()
+        before = len(operations(model))
+        monitor(model)
+        added.append(len(operations(model)) - before)
+    assert added[0] == added[1] <= 30  # 21 with torch 2.13, and about 20 more for each layer that is counted alone
+
+
+@pytest.mark.parametrize(("of_layers", "groups"), [(0, 3), (1.5, 2), (3, 1)])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Llama4"])
+def test_layers_that_hold_much_memory_do_not_wait(kind, of_layers, groups, monkeypatch):
+    model = made(kind)
+    wanted, seen = expected(model, kind), monitor(model)
+    ids = 4 * 8 if kind == "Llama4" else 8 * 2  # bytes of a token: scores in float32, or ids in int64
+    monkeypatch.setattr(load, "_BYTES", int(of_layers * TOKENS.numel() * (4 * 8 + ids)))
+    assert operations(model).count("linalg_vector_norm") == groups
+    check(seen.read(), wanted)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_that_raises_is_not_counted(error, monkeypatch):
+    """Hooks of torch see no KeyboardInterrupt, so the next forward drops what that one left."""
+    model = made()
+    wanted, seen = expected(model, "Qwen3Moe"), monitor(model)
+
+    def fail(*_):
+        assert len(seen._kept) == 3
+        raise error
+
+    with monkeypatch.context() as patches, pytest.raises(error):
+        patches.setattr(model.model.norm, "forward", fail)
+        step(model, attention_mask=MASK)
+    assert error is KeyboardInterrupt or not seen._kept
+    assert not seen.read(reset=False).tokens.any()
+    step(model, attention_mask=MASK)
+    check(seen.read(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_model_that_moves_and_a_captured_step():
+    model = made()
+    wanted, seen = expected(model, "Qwen3Moe", torch.ones_like(MASK)), monitor(model)
+    step(model)
+    model.cuda().set_experts_implementation("batched_mm")  # eager experts wait for the GPU
+    tokens, graph, stream = TOKENS.cuda(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    load = seen.read()
+    assert torch.equal(load.counts, 2 * wanted[0]) and load.tokens.tolist() == [36] * 3
+    with torch.cuda.graph(graph):
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    assert not seen.read(reset=False).tokens.any()
+    for _ in range(3):
+        graph.replay()
+    load = seen.read()
+    assert torch.equal(load.counts, 3 * wanted[0]) and load.tokens.tolist() == [54] * 3
+    torch.testing.assert_close(load.entropy, wanted[1], rtol=1e-5, atol=1e-6)  # sums of float32
 
 
 def test_trainer_logs_it(tmp_path):
