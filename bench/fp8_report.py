@@ -8,8 +8,9 @@ from bench.fp8_products import PRODUCTS
 from bench.recorded import RECORDS
 from bench.table import number, span
 
-RECORD = RECORDS / "fp8" / "h200.json"
+RECORD = RECORDS / "fp8" / "h200.json"  # in short windows, with torchao
 LONG_RECORD = RECORDS / "fp8" / "h200-layers.json"  # of passes alone, in windows of a second
+PRODUCTS_RECORD = RECORDS / "fp8" / "h200-products.json"  # of products and quantising, in windows of a second
 PASSES = ("forward", "forward + backward")
 RESULTS = ("out", "x", "weights", "w1", "w2")
 PEER = "torch, fp8"
@@ -22,16 +23,17 @@ OF_PEERS = (
     OF_TRAINING,
 )
 QUANTIZED = ("quantize_rows", "quantize_weights")
-ABOUT = """`precision="fp8"` beside bf16, in alternating calls back to back. Weights are quantised before the calls,
-unless a column says that the call quantises them."""
-OF_PRODUCTS = "Products: bf16's time over e4m3's, including the sums over a token's slots."
+ABOUT = """`precision="fp8"` beside bf16, in windows of a second of calls back to back, which alternate. Weights are
+quantised before the calls, unless a column says that the call quantises them. torchao's columns, "over `_scaled_mm`"
+and errors are of shorter windows at `{}`."""
+OF_PRODUCTS = "Products at `{}`: bf16's time over e4m3's, including the sums over a token's slots."
 OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`"
 is the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, without gather,
 experts and sums."""
 OF_PEER = """The last columns are a peer's time in fp8 over this package's. torch's forward calls
 `torch._scaled_grouped_mm` on sorted rows that it quantises. torchao's layer has its differentiable rowwise products,
 which quantise the weights in each call, and is compared with calls that do so, too."""
-OF_WGRAD = """Training passes with `fp8_wgrad=True`, whose weight gradients multiply e4m3, too, in windows of a second:
+OF_WGRAD = """Training passes with `fp8_wgrad=True`, whose weight gradients multiply e4m3, too:
 bf16's time and that of `precision="fp8"` alone over theirs. Wide layers gain most, 1.5 to 1.6 times from d = 4,096 on.
 At d = 512 (conf1) these gradients cost more than they save. Few rows per expert (dsv3, 512) gain as much, unless each
 call quantises the weights."""
@@ -61,18 +63,21 @@ def peers_of(found: dict[str, dict[str, dict]]) -> list[tuple[str, str, str, str
     return [of for of in OF_PEERS if any(of[1] in rows[of[2]]["seconds"] for rows in found.values())]
 
 
-def layer_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
-    """Cells: case, both passes, both where the call quantises, over torch._scaled_mm, then `peers_of`."""
+def layer_rows(found: dict[str, dict[str, dict]], long: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """Cells: case, both passes, both where the call quantises, over torch._scaled_mm, then `peers_of`.
+
+    long: of `LONG_RECORD`, whose times stand where it has them.
+    """
     lines = []
     for case, rows in found.items():
-        both = [rows[name] for name in PASSES]
+        newest = rows | long.get(case, {})
         dense = sum(rows[entry]["seconds"]["_scaled_mm"] for entry in ("up_fwd", "down_fwd"))
-        cells = [speed(row, kind) for kind in ("fp8", "fp8, quantises") for row in both]
-        ratios = [
-            speed(rows[name], kind, peer) if peer in rows[name]["seconds"] else "-"
-            for _, peer, name, kind in peers_of(found)
-        ]
-        lines.append([case, *cells, number(both[0]["seconds"]["fp8"] / dense), *ratios])
+        cells = [speed(newest[name], kind) for kind in ("fp8", "fp8, quantises") for name in PASSES]
+        ratios = []
+        for _, peer, name, kind in peers_of(found):
+            of = next((each for each in (newest[name], rows[name]) if peer in each["seconds"]), None)
+            ratios.append(speed(of, kind, peer) if of else "-")
+        lines.append([case, *cells, number(rows[PASSES[0]]["seconds"]["fp8"] / dense), *ratios])
     return lines
 
 
@@ -113,7 +118,7 @@ def error_rows(found: dict[str, dict[str, dict]], long: dict[str, dict[str, dict
 
 def headline() -> list[str]:
     """The span of both passes' times beside bf16's, and of torchao's beside them; none without a record."""
-    found = by_case().values()
+    found, short = by_case(LONG_RECORD, PASSES).values(), by_case().values()
     if not found:
         return []
     forward, both = ([rows[name]["seconds"] for rows in found] for name in PASSES)
@@ -125,32 +130,37 @@ def headline() -> list[str]:
         f"Products in fp8: compared with bf16, a forward pass is {of_forward} times as fast and a training pass",
         f"{of_both} times, or {of_quantising} times if each pass quantises the weights ({len(found)} layers).",
     ]
-    long = [rows[PASSES[1]]["seconds"] for rows in by_case(LONG_RECORD, PASSES).values()]
-    if of_wgrad := [seconds["bf16"] / seconds[WGRAD] for seconds in long if WGRAD in seconds]:
+    if of_wgrad := [seconds["bf16"] / seconds[WGRAD] for seconds in both if WGRAD in seconds]:
         lines.append(f"With weight gradients in e4m3 a training pass is {span(of_wgrad)} times as fast.")
     _, peer, _, kind = OF_TRAINING
-    of_peer = [seconds[peer] / seconds[kind] for seconds in both if peer in seconds]
+    times = [rows[PASSES[1]]["seconds"] for rows in short]
+    of_peer = [seconds[peer] / seconds[kind] for seconds in times if peer in seconds]
     if of_peer:
         lines.append(f"torchao's fp8 layer, which quantises them too, takes {span(of_peer)} times as long to train.")
     return lines
 
 
+def _commit(path: Path) -> str:
+    found: str = json.loads(path.read_text())["commit_info"]["id"]
+    return found
+
+
 def section(table) -> list[str]:
     """Lines of the page; none without a record."""
-    found = by_case()
-    if not found:
+    found, long, products = by_case(), by_case(LONG_RECORD, PASSES), by_case(PRODUCTS_RECORD, PRODUCTS)
+    if not (found and long and products):
         return []
-    record = json.loads(RECORD.read_text())
+    machine = json.loads(LONG_RECORD.read_text())["machine_info"]
     titles = [title for title, *_ in peers_of(found)]
     head = ["case", "forward", "with backward", "forward that quantises", "with backward", "over `_scaled_mm`"]
-    long = by_case(LONG_RECORD, PASSES)
-    quantized, wgrads = of_quantizing(found), wgrad_rows(long)
+    quantized, wgrads = of_quantizing(products), wgrad_rows(long)
     return [
-        *("", "## Products in e4m3", "", ABOUT, ""),
-        f"{record['machine_info']['gpu']}, commit `{record['commit_info']['id']}`.",
-        *("", OF_PRODUCTS, *table(["case", *PRODUCTS], products_rows(found))),
+        *("", "## Products in e4m3", "", ABOUT.format(_commit(RECORD)), ""),
+        f"{machine['gpu']}, commit `{_commit(LONG_RECORD)}`.",
+        *("", OF_PRODUCTS.format(_commit(PRODUCTS_RECORD))),
+        *table(["case", *PRODUCTS], products_rows(products)),
         *("", f"{OF_LAYERS} {OF_PEER}" if titles else OF_LAYERS),
-        *table([*head, *titles], layer_rows(found)),
+        *table([*head, *titles], layer_rows(found, long)),
         *(("", OF_WGRAD, *table(["case", "over bf16", "over fp8"], wgrads)) if wgrads else ()),
         *(("", *quantized) if quantized else ()),
         *("", OF_ERRORS),

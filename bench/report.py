@@ -69,13 +69,11 @@ def sources(records: Records) -> list[str]:
     most, _ = Counter(about.values()).most_common(1)[0] if about else ("", 0)
     rows = []
     for name, record in records.by_name.items():
-        busy = {row["extra_info"]["busy_s"] for row in record["benchmarks"] if "busy_s" in row["extra_info"]}
-        warm_up = f"{max(busy):g} s busy" if busy else "3 calls"
         own = [] if about[name] == most else [about[name]]
         own += [f"{n} {v}" for n, v in record["machine_info"].get("peers", {}).items()]
         commit = f"`{record['commit_info']['id']}`"
-        rows.append([f"`{name}.json`", record["datetime"][:10], commit, warm_up, ", ".join(own) or "-"])
-    lines = table(["record", "date", "commit", "warm-up", "beside these"], rows)
+        rows.append([f"`{name}.json`", record["datetime"][:10], commit, ", ".join(own) or "-"])
+    lines = table(["record", "date", "commit", "beside these"], rows)
     notes = [f"`{name}.json`: {record['note']}\n" for name, record in records.by_name.items() if "note" in record]
     return ["", f"Records are of {most}, unless they say otherwise.", *lines, *notes]
 
@@ -312,12 +310,10 @@ def kernel_section(records: Records) -> list[str]:
     rows = [r for r in records.rows("grouped_gemm") if (r["provider"], r["rows"]) == ("moeblaze", "gathered")]
     order = {(r["case"], r["kernel"]): r["seconds"] for r in rows if r["order"] == "row"}
     shown = [r for r in rows if r["order"] == "transposed"]
-    lines = [
-        [r["case"], r["kernel"], ms(r["seconds"]), ratio(r.get("times_bound")), number(r.get("tflops"))] for r in shown
-    ]
+    lines = [[r["case"], r["kernel"], ratio(r.get("times_bound")), number(r.get("tflops"))] for r in shown]
     both = [order[key] / r["seconds"] for r in shown if (key := (r["case"], r["kernel"])) in order]
     about = ["", f"With row-major weights a product takes {span(both)} times as long."] if both else []
-    return [*about, *table(["case", "kernel", "ms", "times cuBLAS", "TFLOP/s"], lines)]
+    return [*about, *table(["case", "kernel", "times cuBLAS", "TFLOP/s"], lines)]
 
 
 def gather_section(records: Records) -> list[str]:
@@ -359,14 +355,28 @@ def selection_section(records: Records) -> list[str]:
 
 def experts_section(records: Records) -> list[str]:
     """What activations, biases and interleaved columns cost beside the layer without them."""
-    lines = [
-        [row["case"], title(row["provider"]), row["pass"].replace("_", " + "), ms(row["back_to_back_ms"] / 1e3),
-         *(ratio(row.get(f"back_to_back_times_{base}")) for base in ("bound", "base"))]
-        for row in records.rows("experts")
-        if "back_to_back_ms" in row
-    ]  # fmt: skip
+    passes: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in records.rows("experts"):
+        if "back_to_back_ms" in row:
+            passes.setdefault((row["case"], title(row["provider"])), {})[row["pass"]] = row
+    lines = []
+    for key, of in passes.items():
+        cells = []
+        for row in (of.get(what, {}) for what in PASSES[:2]):
+            seconds = row["back_to_back_ms"] / 1e3 if row else None
+            cells += [ms(seconds), *(ratio(row.get(f"back_to_back_times_{base}")) for base in ("bound", "base"))]
+        lines.append([*key, *cells])
     about = "The base is the layer with swiglu, for relu2 with relu. gpt_oss: swiglu_oai, biases, interleaved columns."
-    head = ["case", "layer", "pass", "ms", "times bound", "times base"]
+    head = [
+        "case",
+        "layer",
+        "forward, ms",
+        "times bound",
+        "times base",
+        "with backward, ms",
+        "times bound",
+        "times base",
+    ]
     return ["", "Calls are back to back, with row-major weights.", about, *table(head, lines)]
 
 
@@ -414,8 +424,7 @@ other's."""
 POWER = """NVML's mean over the second of calls. Cases in which all draw at least 95% of the card's limit are left out:
 there the ratio of two times is the ratio of their energies."""
 PROVENANCE = """`python -m bench.report` writes this page from the records in `bench/records/`. `bench/README.md` says
-how they are made. The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the
-GPU had been busy for that time."""
+how they are made."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all experts get equally many slots. Both
 are compared with the same layer with random routing in the same record."""
 SMALL = """`save=None`, replays of a CUDA graph that rotate over token sets, which leave the L2 cache cold. The bound is

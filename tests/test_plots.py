@@ -96,8 +96,7 @@ def test_plots_name_this_package(name):
 def test_front_figure_shows_the_records():
     """By another way than the plot's: each row of the newest record of layers, and the sentence on top."""
     texts = " ".join(text for text, _ in shown_texts(figure_of("front.svg")))
-    rows = merged_layers(rows_of(records().by_name["h200-layer"], "layer"))
-    rows += merged_layers(rows_of(records().by_name["h200-layer-torch"], "layer"))
+    rows = merged_layers(rows_of(records().by_name["h200-layer-peers"], "layer"))
     by_key = {(row["case"], row["provider"]): row for row in rows if row["order"] == "transposed"}
     for case in plots.FRONT_CASES:
         ours = by_key[case, "moeblaze"]
