@@ -101,7 +101,7 @@ class _MoMoE(Layer):
             num_experts=case.E,
             num_chosen_experts=case.k,
             save_percent=percent,
-            Wl1_ND2H=inputs["w1"].contiguous(),
+            Wl1_ND2H=_other_half_first(inputs["w1"]),
             Wl2_NHD=inputs["w2"].contiguous(),
         )
         self.leaves += list(self.module.parameters())
@@ -117,7 +117,13 @@ class _MoMoE(Layer):
     def named(self, gradients):
         dx, dweights, *experts = gradients
         shapes = {tuple(self.inputs[name].shape): name for name in ("w1", "w2")}
-        return {"x": dx, "weights": dweights} | {shapes[tuple(g.shape)]: g for g in experts}
+        named = {"x": dx, "weights": dweights} | {shapes[tuple(g.shape)]: g for g in experts}
+        return named | {"w1": _other_half_first(named["w1"])}
+
+
+def _other_half_first(w1: torch.Tensor) -> torch.Tensor:
+    """Columns of up before those of gate, or the other way round."""
+    return torch.cat(w1.chunk(2, dim=2)[::-1], dim=2)
 
 
 class _MegaBlocks(Layer):
