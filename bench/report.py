@@ -415,9 +415,10 @@ ERRORS = f"""The norm of the difference over the norm of the reference. The refe
 same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tokens, samples of both). Beside this layer
 stands the composition of bf16 torch operations over a routed buffer. Cells are the least and the greatest of the
 layers."""
-NO_ROWS = """No rows: FastMoE's experts have no gate, and it, Tutel and MegaBlocks are extensions that were not
-built for torch 2.11. DeepSpeed-MoE pads every expert to a capacity. No public code of TurboMoE was found. DeepGEMM has
-no layer to train. Of Megatron-Core only its experts without Transformer Engine were timed
+MARIN = """SonicMoE's published pass with backward at marin's shape takes 8.446 ms on one H100 (marin #7024)."""
+NO_ROWS = """No rows: MoMoE was not timed. FastMoE's experts have no gate, and it, Tutel and MegaBlocks are extensions
+that were not built for torch 2.11. DeepSpeed-MoE pads every expert to a capacity. No public code of TurboMoE was found.
+DeepGEMM has no layer to train. Of Megatron-Core only its experts without Transformer Engine were timed
 (`bench/records/megatron/`)."""
 PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
 other's."""
@@ -438,6 +439,7 @@ def results(records: Records) -> str:
     lines += ["", "## Layer", "", "![Time over the bound](time_over_bound.svg)", *shapes_section(records)]
     lines += layer_section(records, "forward_backward_back_to_back", "Forward and backward")
     lines += layer_section(records, "forward_back_to_back", "Forward")
+    lines += ["", MARIN] * ("marin" in {entry["case"] for entry in records.layers()})
     lines += single_calls(records)
     lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
     lines += ["", "![Memory kept for backward and at the peak](memory.svg)", *layer_memory(records)]
