@@ -60,7 +60,8 @@ class _Routed(NamedTuple):
 
     def key(self) -> tuple[Any, ...]:
         """Returns what layers that are counted together have in common."""
-        return type(self.router), self.logits.device, self.logits.dtype, self.logits.shape, self.ids.shape
+        logits, top_k = self.logits, getattr(self.router, "top_k", None)
+        return type(self.router), top_k, logits.device, logits.dtype, logits.shape, self.ids.shape
 
 
 class Monitor:
@@ -73,20 +74,25 @@ class Monitor:
                 got = f"{chooser.name} of {name_of(type(chooser.module))}"
                 raise checks.bad_value("monitor", "model", "routers that return logits and ids", got)
         self.layers = tuple(chooser.name for chooser in choosers)
-        weights = [[p for p in c.module.parameters() if p.dim() == 2] for c in choosers]  # (E, d), the last of a router
-        experts = [len(w[-1]) if w else c.num_experts for w, c in zip(weights, choosers, strict=True)]
-        self._width = _COUNTS + max(experts)  # num_experts, as DeepSpeed and FSDP1 leave weights without a shape
+        # A router's last matrix is (E, d), but Ernie's is (1, E). DeepSpeed and FSDP1 leave weights without a shape.
+        weights = [[p for p in c.module.parameters() if p.dim() == 2] for c in choosers]
+        rows = [len(of_router[-1]) for of_router in weights if of_router]
+        self._width = _COUNTS + max(*rows, *(c.num_experts for c in choosers), 0)
         devices = [next((p.device for p in c.module.parameters()), torch.device("cpu")) for c in choosers]
         self._sums = {device: self._zeros(len(devices), device) for device in devices}  # of eager layers
-        # Those of compiled layers are apart, because compiled code may copy all of a tensor that it changes.
-        self._compiled_sums = [self._zeros(1, device) for device in devices]
+        # Those of compiled layers are apart, because compiled code may copy all of a tensor that it changes. The router
+        # holds them, because layers share compiled code only if it finds them by one name.
+        self._name = f"_moeblaze_load_{id(self)}"
+        self._routers = {chooser.module: number for number, chooser in enumerate(choosers)}
+        for router, device in zip(self._routers, devices, strict=True):
+            setattr(router, self._name, self._zeros(1, device))
         self._is_counting = False
         self._mask: Tensor | None = None  # (B, T), 0 for padding
         self._kept: list[_Routed] = []  # layers in order that wait to be counted, all alike
         self._hooks = [
             self._model.register_forward_pre_hook(self._before, with_kwargs=True),
             self._model.register_forward_hook(self._after, always_call=True),
-            *(c.module.register_forward_hook(self._hook(number)) for number, c in enumerate(choosers)),
+            *(router.register_forward_hook(self._keep) for router in self._routers),
         ]
 
     def _zeros(self, rows: int, device: torch.device) -> Tensor:
@@ -94,9 +100,10 @@ class Monitor:
         return torch.zeros(rows, 1, self._width, dtype=torch.float64, device="cpu").to(device)  # exact for integers
 
     def close(self) -> None:
-        """Removes the hooks from the model."""
+        """Removes the hooks from the model. A forward that is under way is not counted."""
         for hook in self._hooks:
             hook.remove()
+        self._is_counting, self._mask, self._kept = False, None, []
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
         mask = named.get("attention_mask")
@@ -109,25 +116,23 @@ class Monitor:
             self._count_kept()
         self._is_counting, self._mask, self._kept = False, None, []  # checkpointing computes again, uncounted
 
-    def _hook(self, number: int) -> Any:
-        def keep(router: Any, args: Any, out: Any) -> None:
-            if not self._is_counting:
-                return
-            logits, ids = (out[1], out[0]) if name_of(type(router)) == "Llama4Router" else (out[0], out[2])
-            if torch.compiler.is_compiling():  # compiled code fuses what counts a layer
-                sums = self._compiled_sums[number]
-                if sums.device != logits.device:
-                    sums = self._compiled_sums[number] = sums.to(logits.device)
-                self._count(sums, _Routed(number, router, logits[None], ids[None]))
-                return
-            routed = _Routed(number, router, logits, ids)
-            if self._kept and (self._kept[-1].layer + 1 != number or self._kept[-1].key() != routed.key()):
-                self._count_kept()
-            self._kept.append(routed)
-            if len(self._kept) * (logits.nbytes + ids.nbytes) > _BYTES:
-                self._count_kept()
-
-        return keep
+    def _keep(self, router: Any, args: Any, out: Any) -> None:
+        if not self._is_counting:
+            return
+        logits, ids = (out[1], out[0]) if name_of(type(router)) == "Llama4Router" else (out[0], out[2])
+        if torch.compiler.is_compiling():  # compiled code fuses what counts a layer
+            sums = getattr(router, self._name)
+            if sums.device != logits.device:
+                sums = sums.to(logits.device)
+                setattr(router, self._name, sums)
+            self._count(sums, _Routed(0, router, logits[None], ids[None]))
+            return
+        routed = _Routed(self._routers[router], router, logits, ids)
+        if self._kept and (self._kept[-1].layer + 1 != routed.layer or self._kept[-1].key() != routed.key()):
+            self._count_kept()
+        self._kept.append(routed)
+        if len(self._kept) * (logits.nbytes + ids.nbytes) > _BYTES:
+            self._count_kept()
 
     @torch.no_grad()
     def _count_kept(self) -> None:
@@ -150,7 +155,7 @@ class Monitor:
         entropy = torch.special.entr(of_shares.softmax(-1, torch.float32))
         ones = torch.ones_like(ids, dtype=torch.float64)
         if self._mask is not None and self._mask.numel() == number:
-            is_token = self._mask.reshape(-1, 1).to(entropy)
+            is_token = (self._mask != 0).reshape(-1, 1).to(entropy)  # packed batches number their sequences
             logits, entropy, ones = logits * is_token, entropy * is_token, ones * is_token
             number = is_token.sum(dtype=torch.float64)
         entropies, tokens, largest, counts = sums.split_with_sizes([1, 1, 1, sums.shape[-1] - _COUNTS], -1)
@@ -166,7 +171,7 @@ class Monitor:
         same tokens and count them once each. reset: False goes on counting.
         """
         device = max(self._sums, key=lambda device: device.type != "cpu")  # the model may have moved to a GPU
-        compiled = torch.cat([each.to(device) for each in self._compiled_sums])
+        compiled = torch.cat([getattr(router, self._name).to(device) for router in self._routers])
         parts = torch.cat([compiled, *(each.to(device) for each in self._sums.values())], 1)
         sums, largest = parts.sum(1), parts[..., _LARGEST].amax(1)
         if group is not None:
@@ -175,7 +180,7 @@ class Monitor:
         sums[:, _LARGEST] = largest
         sums = sums.cpu()
         if reset:
-            for each in (*self._compiled_sums, *self._sums.values()):
+            for each in (*(getattr(router, self._name) for router in self._routers), *self._sums.values()):
                 each.zero_()
         tokens, counts = sums[:, _TOKENS], sums[:, _COUNTS:].long()
         entropy = sums[:, _ENTROPY] / tokens.clamp(min=1) / math.log(max(2, counts.shape[1]))

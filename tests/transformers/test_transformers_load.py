@@ -1,5 +1,6 @@
 """What `monitor` counts, beside the ids that `Routing` records and the logits that routers return."""
 
+import copy
 import math
 
 import pytest
@@ -167,6 +168,62 @@ def test_compiled_models(part, checkpointing):
         breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
     assert breaks[0] == breaks[1]
     torch._dynamo.reset()
+
+
+@needs_models_that_compile
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_share_their_code():
+    """Dynamo compiles a function at most 8 times, and runs further layers without."""
+    sizes = MODELS["Qwen3Moe"] | {"num_hidden_layers": 10}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).train()
+    model.set_experts_implementation("batched_mm")
+    seen = monitor(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model(TOKENS, use_cache=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert seen.read().tokens.tolist() == [18] * 10
+    torch._dynamo.reset()
+
+
+def test_a_router_whose_last_matrix_has_no_row_for_each_expert():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
+    model = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**sizes, **heads, **experts)).train()
+    with Routing(model) as routes, routes.record() as record:
+        model(TOKENS)
+    seen = monitor(model)
+    model(TOKENS)
+    counts = [torch.bincount(record.ids[:, :, layer].flatten(), minlength=8) for layer in range(2)]
+    assert torch.equal(seen.read().counts, torch.stack(counts))
+
+
+def test_numbered_sequences_of_a_packed_batch_are_tokens():
+    model = made()
+    wanted = expected(model, "Qwen3Moe")
+    numbered = MASK * torch.tensor([[2], [3]])
+    seen = monitor(model)
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, named: (args, {**named, "attention_mask": MASK}), with_kwargs=True
+    )
+    model(TOKENS, attention_mask=numbered)
+    hook.remove()
+    check(seen.read(), wanted)
+
+
+def test_closed_in_a_forward_and_copied():
+    model = made()
+    seen = monitor(model)
+    copied = copy.deepcopy(model)
+    step(copied)
+    assert not seen.read().tokens.any()
+    hook = model.model.norm.register_forward_pre_hook(lambda *_: seen.close())
+    step(model)
+    hook.remove()
+    assert not seen._kept and not seen.read().tokens.any()
 
 
 class Operations(TorchDispatchMode):
