@@ -22,6 +22,7 @@ KINDS = ("moeblaze", "grouped_mm")
 MODELS = ("qwen3_30b_a3b", "olmoe_1b_7b")
 SEQUENCES, PROMPT, NEW = (1, 8, 64), 16, 16
 ROUNDS = 60
+TOLERANCE = 0.02  # of losses: kinds of experts round differently
 
 
 def models_of(case: bench_transformers.Model) -> dict[str, Any]:
@@ -42,6 +43,10 @@ def measured(case: bench_transformers.Model, sequences: Sequence[int] = SEQUENCE
     """A row for each number of sequences and kind, quartiles in microseconds of a token of each sequence."""
     models, rows = models_of(case), []
     tokens = torch.randint(bench_transformers.VOCABULARY, (1, PROMPT), device=inputs.device())
+    with torch.no_grad():
+        losses = [float(model(tokens, labels=tokens, use_cache=False).loss) for model in models.values()]
+    if max(losses) - min(losses) > TOLERANCE * min(losses):
+        raise RuntimeError(f"bench.generation: expected losses that differ by rounding, got {losses}")
     for number in sequences:
         prompt = tokens.expand(number, -1).contiguous()
         calls = {kind: functools.partial(generate, model, prompt) for kind, model in models.items()}
