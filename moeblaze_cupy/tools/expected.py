@@ -61,10 +61,10 @@ CARDS = {
     ),
     "h100": Card(
         "NVIDIA H100 80GB HBM3",
-        tflops=625.4,
-        gb_per_s=2863,
+        tflops=674.9,
+        gb_per_s=2843,
         tokens=8192,
-        ranges={("sm90", FORWARD): (0.73, 0.82), ("sm90", BOTH): (0.77, 0.84)},
+        ranges={("sm90", FORWARD): (0.75, 0.87), ("sm90", BOTH): (0.78, 0.89)},
     ),
 }
 
