@@ -3,10 +3,10 @@
 python -m bench.ampere --out FILE.json
 
 cuBLAS multiplies by wgmma on a Hopper, so that its times say nothing about mma.sync. cuBLASLt still has its kernels for
-Ampere there. This program runs every algorithm, tile, pipeline depth and swizzle of it on the dense product of a layer,
-rows contiguous and split evenly over the experts, and keeps the fastest whose name is of compute capability 8.0. The
-portable kernels compute the same product with gathered rows, activation and sums, with the shared memory of this card
-and of others. Shares are of mma.sync on operands in registers, in TF32 of half of that.
+Ampere there. This program runs its algorithms, tiles, pipeline depths and swizzles in a random order for a few seconds
+on the dense product of a layer, rows contiguous and split evenly over the experts. It keeps the fastest whose name is
+of compute capability 8.0. The portable kernels compute the same product with gathered rows, activation and sums, with
+the shared memory of this card and of others. Shares are of mma.sync on operands in registers, in TF32 of half of that.
 """
 
 import argparse
@@ -24,15 +24,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import cases, inputs, kernels, measure, mma, table
+from bench import cases, inputs, kernel_times, kernels, measure, mma, table
 
 CASES = ("conf5", "qwen30b")
 SHARED_KIB = {"this card": None, "A100": 163, "RTX 4090, 5090, L40S": 99}  # what a block may have
-SEARCH_SECONDS, BUSY_SECONDS, TIMED_SECONDS = (
-    4.0,
-    0.2,
-    0.4,
-)  # of a product's algorithms, of a row before and while timed
+SEARCH_SECONDS = 4.0  # of a product's algorithms
+BUSY_SECONDS, TIMED_SECONDS = 0.2, 0.4  # of a row, before it is timed and while it is
 MOST_SLOWER = 1.25  # a first call that takes so many times the best one's time ends a candidate
 TOLERANCE = {"bf16": 0.02, "tf32": 0.002}  # of the relative norm to float64; an operand is rounded to 8 and 10 bits
 # Numbers of cublasLt.h: data and compute types, then attributes of a product, of a layout and of an algorithm.
@@ -107,9 +104,9 @@ class Dense:
     def algorithms(self) -> Iterator[Any]:
         """Every configuration that serves this product."""
         types = (self.compute, 0, *[self.type] * 4)
-        ids, number = (ctypes.c_int * MOST_VALUES)(), ctypes.c_int()
-        self._do("MatmulAlgoGetIds", self.handle, *types, MOST_VALUES, ids, ctypes.byref(number))
-        for each in sorted(ids[: number.value]):
+        ids, found = (ctypes.c_int * MOST_VALUES)(), ctypes.c_int()
+        self._do("MatmulAlgoGetIds", self.handle, *types, MOST_VALUES, ids, ctypes.byref(found))
+        for each in ids[: found.value]:
             algorithm = (ctypes.c_uint64 * 8)()
             if self.library.cublasLtMatmulAlgoInit(self.handle, *types, each, ctypes.byref(algorithm)):
                 continue
@@ -118,9 +115,9 @@ class Dense:
             for chosen in itertools.product(tiles, stages, options, swizzles):
                 configured, answer = (ctypes.c_uint64 * 8)(*algorithm), _Answer()
                 for attribute, value in zip((TILE, STAGE, CUSTOM_OPTION, SWIZZLE), chosen, strict=True):
-                    number_ = ctypes.c_int(value)
+                    number = ctypes.c_int(value)
                     self.library.cublasLtMatmulAlgoConfigSetAttribute(
-                        ctypes.byref(configured), attribute, ctypes.byref(number_), ctypes.c_size_t(4)
+                        ctypes.byref(configured), attribute, ctypes.byref(number), ctypes.c_size_t(4)
                     )
                 b, a, out = self.layouts
                 check = self.library.cublasLtMatmulAlgoCheck
@@ -148,8 +145,7 @@ class Dense:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             self.call(algorithm)
             torch.cuda.synchronize()
-        events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        longest = max(events, key=lambda event: event.time_range.elapsed_us()).name
+        longest, _, _ = max(kernel_times.on_gpu(found.events()), key=lambda event: event[2] - event[1])
         names = re.findall(r"(?:cutlass_|sm)\d+_\w+|\w+gemm\w*", longest)
         return names[0] if names else longest
 
@@ -180,9 +176,9 @@ def fastest(kind: str, dense: Dense) -> tuple[Callable[[], int], str, int]:
         if seconds < MOST_SLOWER * best:
             before = clock()
             clock.run(measure.in_a_row([functools.partial(dense.call, algorithm)] * 4), 4)
-            ran.append((clock() - before, len(ran), algorithm))
+            ran.append((clock() - before, algorithm))
     names = []
-    for _, _, algorithm in sorted(ran, key=lambda each: each[:2]):
+    for _, algorithm in sorted(ran, key=lambda each: each[0]):
         names.append(dense.name(algorithm))
         if re.match(r"cutlass_80_tensorop|sm80|ampere", names[-1]):
             return functools.partial(dense.call, algorithm), names[-1], len(ran)
@@ -197,13 +193,16 @@ def rate(call: Callable[[], object], flops: int) -> float:
 
 def rows_of(case: cases.LayerCase, kind: str) -> Iterator[dict]:
     """A row for each product: cuBLASLt's kernel, and the portable one with the shared memory of each card."""
-    made = inputs.layer_inputs(case, dtype=TYPES[kind][2])
+    dtype = TYPES[kind][2]
+    made = inputs.layer_inputs(case, dtype=dtype)
     kernel = kernels.Kernels(case, made, tf32=kind == "tf32")
     limits = replace(kernel.limits, tier="sm80")
     for entry in kernels.GEMMS:
         row: dict[str, Any] = {"case": case.name, "kind": kind, "product": entry}
         flops = kernels.gemm_work(case, entry).flops
-        call, row["kernel"], row["configurations"] = fastest(kind, Dense(kind, *_operands(case, entry, kind)))
+        call, row["kernel"], row["configurations"] = fastest(
+            kind, Dense(kind, *kernels.dense_operands(case, entry, dtype=dtype))
+        )
         row["cublas"] = rate(call, flops)
         del call
         for card, kib in SHARED_KIB.items():
@@ -217,10 +216,6 @@ def rows_of(case: cases.LayerCase, kind: str) -> Iterator[dict]:
             row[card] = rate(kernel.calls[entry], flops)
         yield row
         measure.release()
-
-
-def _operands(case: cases.LayerCase, entry: str, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return kernels.dense_operands(case, entry, dtype=TYPES[kind][2])
 
 
 def text(rows: list[dict], ceiling: float) -> str:
@@ -244,9 +239,7 @@ def main(*argv: str) -> None:
     for name, kind in itertools.product(CASES, TYPES):
         for row in rows_of(cases.LAYERS[name], kind):
             rows.append(row)
-            record = measure.record(ceiling=ceiling, rows=rows)
-            record["commit_info"]["id"] = args.commit or record["commit_info"]["id"]
-            measure.write_record(record, args.out)
+            measure.write_record(measure.record(args.commit, ceiling=ceiling, rows=rows), args.out)
             print(row, flush=True)
     print(text(rows, ceiling["mma_tflops"]))
 

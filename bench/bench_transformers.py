@@ -2,13 +2,14 @@
 
 A row is a training step of a small number of layers at the sizes of a released model (forward, loss, backward, AdamW
 in bfloat16), eager or compiled. A model has random weights, and one vocabulary of 8,192 so that its head does not hide
-the layers. All rows of a case have the same weights and tokens. The
-cases with "_lora" in their names train adapters of peft on attention and experts alone, and are run only if named.
+the layers. All rows of a case have the same weights and tokens. The cases with "_lora" in their names train adapters of
+peft on attention and experts alone, and are run only if named.
 
 Attention is torch's, causal by its own argument. A compiled model of transformers makes a mask of all pairs of tokens
 instead, and attention with that mask takes so long that the experts would be a small part of a step.
 """
 
+import copy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -156,6 +157,11 @@ def build(case: Model):
             config, dtype=dtype, experts_implementation="grouped_mm", attn_implementation=case.attention
         ).train()
     return with_adapters(model, case.rank) if case.rank else model
+
+
+def copy_of(model):
+    """A copy that shares the model's parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def with_adapters(model, rank: int):

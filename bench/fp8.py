@@ -401,11 +401,7 @@ def main(*argv: str) -> None:
     precompile(names)
     print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
     rows: list[dict] = []
-    record = {
-        "machine_info": measure.environment(),
-        "commit_info": {"id": args.commit or measure.commit()},
-        "rows": rows,
-    }
+    record = measure.record(args.commit, rows=rows)
     for name in names:
         rows += run(name, args.part, args.window, args.rounds, args.order)
         if args.out:  # after each case, as a run may be cut

@@ -8,7 +8,6 @@ the machine. The models are those of the suite `transformers`. They share their 
 """
 
 import argparse
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -28,8 +27,7 @@ TOLERANCE = 0.02  # of losses: kinds of experts round differently
 def models_of(case: bench_transformers.Model) -> dict[str, Any]:
     """The same model by its kind of experts."""
     model = bench_transformers.build(case).eval()
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    found = {kind: copy.deepcopy(model, dict(shared)) for kind in KINDS}
+    found = {kind: bench_transformers.copy_of(model) for kind in KINDS}
     for kind, each in found.items():
         bench_transformers.use(each, kind)
     return found
@@ -70,8 +68,7 @@ def main(*argv: str) -> None:
         rows += measured(bench_transformers.MODELS[name])
         measure.release()
         if args.out:
-            record = measure.record(rows=rows, transformers=measure.version("transformers"))
-            record["commit_info"] = {"id": args.commit or measure.commit()}
+            record = measure.record(args.commit, rows=rows, transformers=measure.version("transformers"))
             measure.write_record(record, args.out)
     print("\n".join(table.aligned([report.HEAD_OF_GENERATION, *report.of_generation(rows)], 1)))
 

@@ -334,9 +334,9 @@ def commit() -> str:
     return answer.stdout.strip() if answer.returncode == 0 else "unknown"
 
 
-def record(**body) -> dict:
-    """Returns a record: its machine, its commit, and the body."""
-    return {"machine_info": environment(), "commit_info": {"id": commit()}, **body}
+def record(commit_id: str | None = None, **body) -> dict:
+    """Returns a record: its machine, its commit, and the body. commit_id: names the commit where there is no git."""
+    return {"machine_info": environment(), "commit_info": {"id": commit_id or commit()}, **body}
 
 
 def write_record(record: dict, path: str | Path) -> None:

@@ -20,14 +20,14 @@ BESIDE = "The last columns are the same passes with backward on {}."
 
 
 def records() -> list[dict]:
-    """Oldest first. Raises ValueError for one without a layer to show."""
+    """Oldest first, those of bench.card last. Raises ValueError for one without a layer to show."""
     found = {path: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
     for path, record in found.items():
         if not layers(record):
             expected = f"a layer that ran both passes as moeblaze, cublas_bound and {PEER}"
             got = sorted({row["provider"] for row in rows_of(record, "layer")})
             raise ValueError(f"bench.report: {path.name}: expected {expected}, got none among the providers {got}")
-    return sorted(found.values(), key=lambda record: record["datetime"])
+    return sorted(found.values(), key=lambda record: ("tier" in record, record["datetime"]))
 
 
 def name_of(record: dict) -> str:
@@ -36,13 +36,12 @@ def name_of(record: dict) -> str:
 
 
 def by_gpu() -> dict[str, list[dict]]:
-    """Rows of `layers` by `name_of`, of the newest record that has the case, in the order of cases; portable last."""
+    """Rows of `layers` by `name_of`, of the newest record that has the case, in the order of cases."""
     found: dict[str, dict[str, dict]] = {}
     for record in records():
         of_gpu = found.setdefault(name_of(record), {})
         of_gpu |= {row["case"]: row for row in layers(record)}
-    ordered = sorted(found.items(), key=lambda item: "portable" in item[0])
-    return {gpu: [rows[case] for case in cases.LAYERS if case in rows] for gpu, rows in ordered}
+    return {gpu: [rows[case] for case in cases.LAYERS if case in rows] for gpu, rows in found.items()}
 
 
 def layers(record: dict) -> list[dict]:

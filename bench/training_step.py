@@ -133,13 +133,7 @@ def main(*argv: str) -> None:
     device, s = "cuda" if torch.cuda.is_available() else "cpu", lm.SIZES[args.size]
     data = corpus.load(args.text or corpus.default_folders(), TEXT_BYTES).training.to(device)
     rows: list[dict] = []
-    record = {
-        "machine_info": measure.environment(),
-        "commit_info": {"id": args.commit or measure.commit()},
-        "size": args.size,
-        "tokens_per_step": s.B * s.T,
-        "rows": rows,
-    }
+    record = measure.record(args.commit, size=args.size, tokens_per_step=s.B * s.T, rows=rows)
 
     def write() -> None:  # after each part, as a run may be cut
         if args.out:

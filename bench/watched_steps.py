@@ -8,7 +8,6 @@ monitor, with what a step records, and with that replayed. Their order changes f
 """
 
 import argparse
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,8 +28,7 @@ def steps(case: bench_transformers.Model, compiles: bool) -> tuple[dict[str, Cal
     model = bench_transformers.build(case)
     model.set_experts_implementation("moeblaze")
     tokens = torch.randint(bench_transformers.VOCABULARY, (case.B, case.T), device=inputs.device())
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    watched, routed = (copy.deepcopy(model, dict(shared)) for _ in range(2))
+    watched, routed = (bench_transformers.copy_of(model) for _ in range(2))
     loads, routing = monitor(watched), Routing(routed)
     with routing.record() as record, torch.no_grad():
         routed(input_ids=tokens, use_cache=False)
@@ -39,7 +37,7 @@ def steps(case: bench_transformers.Model, compiles: bool) -> tuple[dict[str, Cal
 
     def step(of) -> None:
         calls[id(of)](input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        for parameter in shared.values():
+        for parameter in model.parameters():
             parameter.grad = None
 
     def recorded() -> None:

@@ -388,6 +388,27 @@ def test_spans_over_layers_in_e4m3_are_those_of_the_records():
     )
 
 
+def test_generation_and_dispatch_with_other_routing_are_those_of_the_records():
+    """By another way than the report's."""
+    rows = json.loads((RECORDS / "generation" / "h200.json").read_text())["rows"]
+    times = {(row["case"], row["sequences"], row["experts"]): row["median"] for row in rows}
+    for case, number, _ in times:
+        ours, base = (times[case, number, kind] for kind in ("moeblaze", "grouped_mm"))
+        (line,) = re.findall(rf"^\| {case} \| {number} \|.*$", RESULTS, re.MULTILINE)
+        for us in (ours, base):
+            assert f"| {us / 1000:.{2 if us < 10_000 else 1}f} |" in line
+        speed = base / ours
+        assert line.endswith(f"| {speed:.{2 if speed >= 1 else 3}f} |")
+    dispatch = [row["extra_info"] for row in json.loads((RECORDS / "h200-dispatch.json").read_text())["benchmarks"]]
+    found = [
+        row["times_bound"]
+        for row in dispatch
+        if row["provider"] == "moeblaze" and row["case"].endswith(("_one", "_zipf", "_balanced", "_skewed"))
+    ]
+    times_a_copy = f"{min(found):.2f} to {max(found):.2f} times a copy ({len(found)} cases)"
+    assert f"With other routing a million tokens take {times_a_copy}." in RESULTS
+
+
 def test_other_gpus_stand_beside_their_own_bound_and_torch():
     """By another way than the report's."""
     ratios: dict[str, list[float]] = {"bound": [], "torch": []}
