@@ -248,19 +248,18 @@ class _ExpertParallel(torch.autograd.Function):
         made = fp8_products.weights_of(w1, w2)  # made once for all pieces
         place = route.remote_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
         beside = lora and lora.with_factors(factors)
+        precision, fp8_wgrad = fp8_products.precision, fp8_products.of_weights
+        options = LayerOptions(
+            activation, save, precision=precision, tf32=torch_arguments.in_tf32(x), fp8_wgrad=fp8_wgrad
+        )
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
             x_part, scales = values_and_scales(_part(rows, part))
             layer = call.joined(LayerArrays(x_part, local_ids[part], got[part], gate, up, w2), parts)
-            tf32, fp8_wgrad = torch_arguments.in_tf32(x), fp8_products.of_weights
-            precision = fp8_products.precision
-            options = LayerOptions(
-                activation, save, precision=precision, max_slots=bound, tf32=tf32, fp8_wgrad=fp8_wgrad
-            )
             try:
                 extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
-                out, saved = layer_forward(layer, options, extras, "expert_parallel_moe")
+                out, saved = layer_forward(layer, options._replace(max_slots=bound), extras, "expert_parallel_moe")
             finally:
                 if wait is not None:  # also where nothing has read the rows
                     wait()
