@@ -323,7 +323,7 @@ class SortedDispatch:
         lists = Buffer(index.lists, index.lists.data_ptr())
         copy = Buffer(index.ids, index.ids.data_ptr()) if index.ids_copied else None
 
-        def sort(_run, steps, _ids):
+        def sort(_run, steps, *_):
             sorted_lists(self.ids, self.E)
             return lists, copy, steps.index.addresses(lists.ptr)
 
