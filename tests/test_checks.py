@@ -1180,9 +1180,9 @@ def test_forcing_kernels_that_there_are_not(monkeypatch):
         mb.build_dispatch(ids(L, K), E)
 
 
-@pytest.mark.parametrize(("wrong", "got"), [(-1, "-1 to 0"), (E + 2, "0 to 5")])
+@pytest.mark.parametrize(("wrong", "got"), [(-2, "-2 to 0"), (E + 2, "0 to 5")])
 def test_ids_are_checked_where_it_is_asked_for(monkeypatch, wrong, got):
-    """Without it such an id is an empty slot. Experts that return their input have ids, too."""
+    """Without it such an id is an empty slot, as -1 always is. Experts that return their input have ids, too."""
     good = GOOD["moe_forward"]
     given = good | {"ids": ids(L, K)}
     given["ids"][1, 1] = wrong
@@ -1194,13 +1194,16 @@ def test_ids_are_checked_where_it_is_asked_for(monkeypatch, wrong, got):
     calls(given, 2)
     monkeypatch.setattr(checks, "CHECKS_IDS", True)
     calls(good, 2)
+    empty = good | {"ids": ids(L, K)}
+    empty["ids"][1, 1] = -1
+    calls(empty, 2)
     for function, call_it in (
         ("moe_forward", lambda: mb.moe_forward(**given, identity_experts=2)),
         ("build_dispatch", lambda: mb.build_dispatch(given["ids"], E + 2)),
     ):
         with pytest.raises(ValueError) as caught:
             call_it()
-        expected = "0 to 4 in all slots, as MOEBLAZE_CHECK_IDS asks"
+        expected = "-1 to 4 in all slots, as MOEBLAZE_CHECK_IDS asks"
         assert str(caught.value) == f"{function}: ids: expected {expected}, got {got}"
 
 

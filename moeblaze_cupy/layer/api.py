@@ -96,8 +96,8 @@ def build_dispatch(
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
     twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
-    With MOEBLAZE_CHECK_IDS=1 in the environment of the import, such an id is a ValueError here and in `moe_forward` and
-    `moe`, each of whose calls then waits for the device and cannot be part of a CUDA graph.
+    With MOEBLAZE_CHECK_IDS=1 in the environment of the import, any of these but -1 is a ValueError here and in
+    `moe_forward` and `moe`, each of whose calls then waits for the device and cannot be part of a CUDA graph.
     token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is of
     token t for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Whatever the offsets hold, a
     pair has at most one token, one whose offsets enclose it, and a larger pair has no smaller token.

@@ -1,9 +1,13 @@
-"""Cases of ids that the caller writes to in place after a call, over gloo."""
+"""Cases of ids that the caller writes to in place after a call, and of ids that are checked, over gloo."""
+
+from unittest import mock
 
 import torch
 
+from moeblaze_cupy import checks
 from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
-from tests.parallel.ranks_common import E, Inputs, case, compare, counts_of, expect
+from moeblaze_cupy.interop.torch import moe
+from tests.parallel.ranks_common import E, Inputs, case, compare, counts_of, difference, expect
 from tests.parallel.ranks_exchange import peers_over_gloo
 
 
@@ -49,3 +53,17 @@ def ids_that_change_between_steps(rank, size, group):
             want = run(route)
             for step in ("collect", "backward"):
                 assert all(map(torch.equal, run(route, step), want)), f"{route}: written before {step}"
+
+
+@case
+def ids_of_other_ranks_experts_pass_the_check(rank, size, group):
+    """They become -1 on this rank. A layer without gradients and a bound of slots builds its lists beforehand."""
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    want = inputs.whole()["out"]
+    x, ids, weights, w1, w2 = inputs.local()
+    with mock.patch.object(checks, "CHECKS_IDS", True), torch.no_grad():
+        bounded = expert_parallel_moe(x, ids, weights, w1, w2, ExpertGroup(group, E, slots=200))
+        rows, local_ids, got, route = exchange(x, ids, weights, ExpertGroup(group, E))
+        assert (local_ids == -1).any()
+        assert difference(bounded, want) <= 1e-14
+        assert difference(collect(moe(rows, local_ids, got, w1, w2), route), want) <= 1e-14

@@ -1353,8 +1353,24 @@ def test_ids_are_checked_where_it_is_asked_for(monkeypatch):
     moe(x, ids, weights, w1, w2)
     monkeypatch.setattr(checks, "CHECKS_IDS", True)
     for leaf in (x, x.clone().requires_grad_()):
-        with pytest.raises(ValueError, match=rf"^moe: ids: expected 0 to {SMALL.E - 1} in all slots"):
+        with pytest.raises(ValueError, match=rf"^moe: ids: expected -1 to {SMALL.E - 1} in all slots"):
             moe(leaf, ids, weights, w1, w2)
+
+
+def test_the_librarys_own_empty_slots_pass_the_check_of_ids(monkeypatch):
+    """Those of a masked token, and of pairs past the last token's."""
+
+    def results():
+        torch.manual_seed(0)
+        masked = MoE(8, 6, 5, 2)(torch.randn(4, 8), token_mask=torch.tensor([True, False, True, True]))
+        x, logits, w1, w2 = torch.randn(6, 8), torch.randn(6, 5), torch.randn(5, 8, 12), torch.randn(5, 6, 8)
+        offsets, ids = mb.round_tokens(logits, logits.topk(2).indices.int(), tile=4, rounding="up")
+        assert (ids == -1).any()
+        return masked, mb.moe_forward(x, ids, torch.ones(len(ids)), w1, w2, token_offsets=offsets)[0]
+
+    want = results()
+    monkeypatch.setattr(checks, "CHECKS_IDS", True)
+    assert all(map(torch.equal, results(), want))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
