@@ -545,15 +545,14 @@ def expert_parallel_moe(
             expected = "a policy that keeps something, as gradients are required"
             raise ValueError(f"{function}: save: expected {expected}, got None")
         return {
-            "step": collectives.STEPS.index("expert_parallel_moe"),
-            "activation": collectives.number_of(activation),
+            **collectives.numbers_of(activation),
             "precision": collectives.PRECISIONS.index(precision),
         }
 
     into: dict[str, MainGrad] = {}
     fp8_products = Fp8Products(precision, fp8_weights, keep_fp8_weights and not frozen, fp8_wgrad)
     grads = required((x,), (weights,), (gate, up, w2, *factors))
-    pending = PendingExchange(x, ids, weights, experts, grads, check, row_precision == "fp8")
+    pending = PendingExchange("expert_parallel_moe", x, ids, weights, experts, grads, check, row_precision == "fp8")
     route: Route | None = None
     wait: Callable[[], None] | None = None
     if shared is not None and pending.error is None and pending.route.begins_early:

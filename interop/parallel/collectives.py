@@ -1,15 +1,15 @@
 """Collectives of torch.distributed for the exchange of tokens: bytes, uneven splits, errors that name the call."""
 
 import functools
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from moeblaze_cupy.types import ACTIVATIONS, Activation
+from moeblaze_cupy.types import ACTIVATIONS, FORMS, Activation
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -17,17 +17,17 @@ SENT_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # dtypes in which rows or router w
 DEVICES = ("cpu", "cuda")
 PRECISIONS = (None, "fp8")
 REQUIRING = ("x", "weights", "experts", "y")  # a bit each in "requires_grad"
-CONSTANTS_BITS = 32  # the lowest of "activation"
 FIRST_STEPS = ("exchange", "expert_parallel_moe")
 STEPS = (
     *FIRST_STEPS,
     *("collect", "backward of collect", "backward of exchange", "backward of expert_parallel_moe"),
     "options of ExpertGroup",
 )
+CONSTANTS = ("constant 1", "constant 2")  # of the activation, as many as one has at most, in bits of float32
 # The names are in the header's order. Steps other than the first have 0 for most.
 SAME = (
-    *("failed", "step", "group", "call", "d", "k", "experts", "dtype", "weights", "device", "activation", "precision"),
-    *("requires_grad", "tokens"),
+    *("failed", "step", "group", "call", "d", "k", "experts", "dtype", "weights", "device", "activation", *CONSTANTS),
+    *("precision", "requires_grad", "tokens"),
 )
 
 
@@ -120,10 +120,22 @@ class PendingHeaders:
 
 
 @functools.lru_cache
-def number_of(activation: str | Activation) -> int:
-    """Returns a number of an activation's name and constants."""
+def numbers_of(activation: str | Activation) -> Mapping[str, int]:
+    """Returns an activation's columns by their names in `SAME`."""
     whole = activation if isinstance(activation, Activation) else Activation(activation)
-    return ACTIVATIONS.index(whole.name) << CONSTANTS_BITS | zlib.crc32(repr(whole.constants).encode())
+    bits = np.array([*whole.constants.values()], np.float32).view(np.uint32).tolist()
+    return {"activation": ACTIVATIONS.index(whole.name), **dict(zip(CONSTANTS, bits, strict=False))}
+
+
+def _activation_of(values: Sequence[int]) -> str | Activation:
+    """Returns the activation of a header, by its name where it has no constants."""
+    name = ACTIVATIONS[values[SAME.index("activation")]]
+    known = FORMS[name].constants
+    first = SAME.index(CONSTANTS[0])
+    constants = np.array(values[first : first + len(known)], np.uint32).view(np.float32)
+    # As text they have the digits of float32.
+    named = {constant.name: float(str(value)) for constant, value in zip(known, constants, strict=True)}
+    return Activation(name, **named) if named else name
 
 
 def header(**values: int) -> list[int]:
@@ -137,12 +149,14 @@ def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
     if not compared[0][0] and compared.count(compared[0]) == len(compared):
         return
     steps = [STEPS[values[SAME.index("step")]] for values in by_rank]
+    functions = {step.split()[-1] for step in steps}
+    function = functions.pop() if len(functions) == 1 else "exchange"
     failed = [rank for rank, values in enumerate(by_rank) if values[0]]
     if failed:
         step, expected = steps[failed[0]], "no error on any rank"
-        if step in FIRST_STEPS:
+        if step in (*FIRST_STEPS, "collect"):
             step, expected = "arguments", "ones that pass the checks on all ranks"
-        raise ValueError(f"exchange: {step}: expected {expected}, got errors on {failed}")
+        raise ValueError(f"{function}: {step}: expected {expected}, got errors on {failed}")
     at, reason = "at", "of which one has skipped a layer"
     if steps[0] not in FIRST_STEPS:
         at, reason = f"at {steps[0]} of", "of which one has skipped a step or taken another order"
@@ -166,9 +180,8 @@ def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
             got = [DEVICES[v] for v in values]
         elif name == "precision":
             got = [PRECISIONS[v] for v in values]
-        elif name == "activation":
-            got = [ACTIVATIONS[v >> CONSTANTS_BITS] for v in values]
-            expected += " with the same constants"
+        elif name in ("activation", *CONSTANTS):
+            name, got = "activation", [*map(_activation_of, by_rank)]
         elif name == "tokens":
             expected += ' for route "static"'
-        raise ValueError(f"exchange: {name}: expected {expected}, got {got}")
+        raise ValueError(f"{function}: {name}: expected {expected}, got {got}")

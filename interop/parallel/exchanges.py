@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moeblaze_cupy import checks
+from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.calls import graph_break
 from moeblaze_cupy.interop.parallel import collectives
 from moeblaze_cupy.interop.parallel.collectives import SAME, PendingHeaders
@@ -24,6 +25,7 @@ from moeblaze_cupy.interop.parallel.group import RankGroup
 from moeblaze_cupy.interop.parallel.hosts import HostHeaders
 from moeblaze_cupy.interop.parallel.pull_route import PullRoute
 from moeblaze_cupy.interop.parallel.routes import Route, SentRoute, sent_route
+from moeblaze_cupy.layer.backward_api import described_by_name
 
 __all__ = ["ExpertGroup", "Route", "collect", "exchange"]
 Tensor = torch.Tensor
@@ -34,7 +36,7 @@ class ExpertGroup(RankGroup):
 
     group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
     num_experts: E, a multiple of the group's size.
-    route: "exact" sends just the rows that are needed, any number per rank, and reads P*(14+2P) integers on the host.
+    route: "exact" sends just the rows that are needed, any number per rank, and reads P*(16+2P) integers on the host.
     "static" sends `rows` rows from each rank to each, or all L if that is None. It needs as many tokens on all ranks,
     and on CUDA reads nothing on the host. "pull" is for GPUs that reach each other's memory, as by NVLink: ranks read
     the rows that they need by index in symmetric memory of torch. The host reads nothing of the device, and tells the
@@ -65,31 +67,31 @@ class ExpertGroup(RankGroup):
         return sent_route(ids, self)
 
 
-def _check(x: Any, ids: Any, weights: Any, experts: Any) -> None:
+def _check(function: str, x: Any, ids: Any, weights: Any, experts: Any) -> None:
     for name, tensor in (("x", x), ("ids", ids), ("weights", weights)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"exchange: {name}: expected a torch tensor, got {type(tensor)}")
+            raise TypeError(f"{function}: {name}: expected a torch tensor, got {type(tensor)}")
         if tensor.dim() != 2:
             letters = "(L, d)" if name == "x" else "(L, k)"
-            raise checks.bad_value("exchange", name, f"shape {letters}", tuple(tensor.shape))
+            raise checks.bad_value(function, name, f"shape {letters}", tuple(tensor.shape))
         if tensor.device.type not in experts.devices:
             expected = f"a tensor on {' or '.join(experts.devices)}, as the group's backend carries"
-            raise TypeError(f"exchange: {name}: expected {expected}, got one on {tensor.device}")
+            raise TypeError(f"{function}: {name}: expected {expected}, got one on {tensor.device}")
         if tensor.device != x.device:
-            raise TypeError(f"exchange: {name}: expected x's device {x.device}, got {tensor.device}")
+            raise TypeError(f"{function}: {name}: expected x's device {x.device}, got {tensor.device}")
     if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"exchange: ids: expected int32 or int64, got {ids.dtype}")
+        raise TypeError(f"{function}: ids: expected int32 or int64, got {ids.dtype}")
     if ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
-        raise checks.bad_value("exchange", "ids", f"shape (L, k) = ({x.shape[0]}, k >= 1)", tuple(ids.shape))
+        raise checks.bad_value(function, "ids", f"shape (L, k) = ({x.shape[0]}, k >= 1)", tuple(ids.shape))
     if weights.shape != ids.shape:
-        raise checks.bad_value("exchange", "weights", f"ids' shape {tuple(ids.shape)}", tuple(weights.shape))
+        raise checks.bad_value(function, "weights", f"ids' shape {tuple(ids.shape)}", tuple(weights.shape))
     for name, tensor in (("x", x), ("weights", weights)):
         if tensor.dtype not in collectives.DTYPES:
-            raise TypeError(f"exchange: {name}: expected a float dtype, got {tensor.dtype}")
+            raise TypeError(f"{function}: {name}: expected a float dtype, got {tensor.dtype}")
     if experts.route == "pull" and x.shape[1] % 8:
-        raise checks.bad_value("exchange", "x", 'd in multiples of 8, or route="exact"', tuple(x.shape))
+        raise checks.bad_value(function, "x", 'd in multiples of 8, or route="exact"', tuple(x.shape))
     if experts.slots is not None and experts.slots < ids.shape[1]:
-        raise checks.bad_value("exchange", "slots", f"at least k = {ids.shape[1]}", experts.slots)
+        raise checks.bad_value(function, "slots", f"at least k = {ids.shape[1]}", experts.slots)
 
 
 class PendingExchange:
@@ -97,6 +99,7 @@ class PendingExchange:
 
     def __init__(
         self,
+        function: str,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
@@ -107,13 +110,14 @@ class PendingExchange:
     ) -> None:
         """Starts the exchange of headers.
 
-        check: raises an error for the caller's arguments, which then reaches all ranks, or returns further values that
-        must be the same on all ranks, by their names in `SAME`. rows_in_fp8: rows travel in e4m3.
+        function: what the caller called, one of `FIRST_STEPS`. check: raises an error for the caller's arguments, which
+        then reaches all ranks, or returns further values that must be the same on all ranks, by their names in `SAME`.
+        rows_in_fp8: rows travel in e4m3.
         """
         if not isinstance(experts, ExpertGroup):
-            raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
+            raise TypeError(f"{function}: experts: expected an ExpertGroup, got {type(experts)}")
         experts.calls += 1
-        self.experts = experts
+        self.experts, self.function = experts, function
         self.error: Exception | None = None
         device = torch.device(experts.devices[0])  # the header's device, whatever x is on
         if isinstance(x, Tensor) and x.device.type == device.type:
@@ -121,15 +125,17 @@ class PendingExchange:
         by_hosts = experts.route == "pull"
         gathers = not by_hosts and (device.type == "cpu" or experts.route == "exact")
         counts: Tensor | None = None
+        step = collectives.STEPS.index(function)
         try:
-            _check(x, ids, weights, experts)
+            _check(function, x, ids, weights, experts)
             options = check()
-            experts.check_overflow()
+            experts.check_overflow(function)
             self.route, count = experts.plan(ids.detach().contiguous())
             if gathers and count is not None:
                 counts = count().to(device)
             number_of = collectives.SENT_DTYPES.index
             values = collectives.header(
+                step=step,
                 group=experts.number,
                 call=experts.calls,
                 d=x.shape[1],
@@ -144,7 +150,7 @@ class PendingExchange:
             )
             self.route.rows_in_fp8 = rows_in_fp8
         except Exception as error:  # any error counts, as the others would wait for this rank until their timeout
-            self.error, values = error, collectives.header(failed=True)
+            self.error, values = error, collectives.header(failed=True, step=step)
         self.header: PendingHeaders | HostHeaders | None = None
         what = f"all-gather of sizes (call {experts.calls})"
         if by_hosts:  # they know what is compared
@@ -183,8 +189,23 @@ class PendingExchange:
             loads = [sum(values[same + P + rank] for values in by_rank) for rank in range(P)]
             if experts.slots is not None and experts.on_overflow == "raise" and max(loads) > experts.slots:
                 expected = f"at most {experts.slots} slots of each rank's experts"
-                raise ValueError(f"exchange: slots: expected {expected}, got {loads} by rank; raise slots or use None")
+                got = f"{loads} by rank; raise slots or use None"
+                raise ValueError(f"{self.function}: slots: expected {expected}, got {got}")
         return route
+
+
+def _check_results(y: Any, route: Route) -> None:
+    """Checks what `collect` gets, whose numbers of columns and dtypes ranks then compare."""
+    if not isinstance(y, Tensor):
+        raise TypeError(f"collect: y: expected a torch tensor, got {type(y)}")
+    if y.dim() != 2 or len(y) != route.room or not y.shape[1]:
+        expected = f"shape ({route.room}, d >= 1), a row for each row of exchange"
+        raise checks.bad_value("collect", "y", expected, tuple(y.shape))
+    if y.device != route.ids.device:
+        raise TypeError(f"collect: y: expected the device of exchange, {route.ids.device}, got {y.device}")
+    if y.dtype not in collectives.DTYPES:
+        raise TypeError(f"collect: y: expected a float dtype, got {y.dtype}")
+    described_by_name("collect", arrays.Torch, {"y": y})
 
 
 class _Exchange(torch.autograd.Function):
@@ -241,7 +262,12 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     With "static" on CUDA ranks are not compared, as the host would have to wait, nor are they in backward and `collect`
     of "exact" on CUDA, unless the ranks share memory of one host.
     """
-    pending = PendingExchange(x, ids, weights, experts, required((x,), (weights,)))
+
+    def check() -> Mapping[str, int]:
+        described_by_name("exchange", arrays.Torch, {"x": x, "ids": ids, "weights": weights})
+        return {}
+
+    pending = PendingExchange("exchange", x, ids, weights, experts, required((x,), (weights,)), check)
     route = pending.finish()
     route.one_by_one = True
     if experts.route == "pull":  # the only one that reads ids again, later, when the caller may have written to them
@@ -256,14 +282,17 @@ def collect(y: Tensor, route: Route) -> Tensor:
     """Sends the results (n, d) of received rows back to where these came from: (L, d), sums over ranks in their order.
 
     y: differentiable, a result for each row of `exchange`; those of rows that fill up are not read.
-    Raises ValueError for another number of rows, and RuntimeError as `exchange` does.
+    Raises ValueError for another number of rows or where d or the dtype differs among ranks, TypeError for another
+    device or a dtype that is no float, and RuntimeError as `exchange` does.
     """
     if not isinstance(route, Route):
         raise TypeError(f"collect: route: expected what exchange returned, got {type(route)}")
-    wrong = not isinstance(y, Tensor) or y.dim() != 2 or len(y) != route.room
-    route.meet("collect", required((), (), (), (y,)), failed=wrong)
-    if wrong:
-        got = tuple(y.shape) if isinstance(y, Tensor) else type(y)
-        raise checks.bad_value("collect", "y", f"shape ({route.room}, d), a row for each row of exchange", got)
+    try:
+        _check_results(y, route)
+    except (TypeError, ValueError, RuntimeError):
+        route.meet("collect", failed=True)
+        raise
+    dtype = collectives.SENT_DTYPES.index(y.dtype)
+    route.meet("collect", d=y.shape[1], dtype=dtype, requires_grad=required((), (), (), (y,)))
     collected: Tensor = _Collect.apply(y, route)  # type: ignore[no-untyped-call]
     return collected

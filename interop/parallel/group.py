@@ -44,28 +44,23 @@ class RankGroup:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("ExpertGroup: group: expected one that this process is in, got another")
-        self.num_experts = checks.integer("ExpertGroup", "num_experts", num_experts)
-        checks.one_of("ExpertGroup", "route", route, ROUTES)
-        self.route = route
-        if on_overflow is not None:
-            may_chunk = route in ("auto", "exact")
-            checks.one_of("ExpertGroup", "on_overflow", on_overflow, OVERFLOWS if may_chunk else OVERFLOWS[1:])
-        self.on_overflow = on_overflow
-        for name, value in (("rows", rows), ("slots", slots)):
-            if value is not None and checks.integer("ExpertGroup", name, value) < 1:
-                raise checks.bad_value("ExpertGroup", name, "None, or at least 1", value)
-        if rows is not None and self.route != "static":
-            raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
-        self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
         on_nccl, self.devices = backend_of(group)  # kinds of devices whose tensors travel; headers do on the first
+        error: Exception | None = None
+        try:
+            _check_options(num_experts, route, rows, slots, on_overflow)
+            self.num_experts, self.keep_received = int(num_experts), bool(keep_received)
+        except (TypeError, ValueError) as found:  # the others are to be told first
+            error = found
+        self.route, self.rows, self.slots, self.on_overflow = route, rows, slots, on_overflow
         # The layer of "pull" would have memory for all slots of all ranks without a bound. With one it cannot compute
         # in pieces, so it is only chosen for callers who said what else becomes of an overflow.
-        may_pull = on_nccl and route == "auto" and slots is not None and on_overflow in ("drop", "raise")
+        is_bounded = error is None and slots is not None and on_overflow in ("drop", "raise")
+        may_pull = on_nccl and is_bounded and route == "auto"
         #: the connection by which ranks tell each other where they are, without their GPUs
         self.hosts: hosts.HostMemory | hosts.HostGloo | None = hosts.connected(group) if on_nccl else None
         self.number = 0
         #: the same on all ranks, another for each ExpertGroup
-        self.number = self._agree(this_gpu() if may_pull else None)
+        self.number = self._agree(this_gpu() if may_pull else None, error)
         if self.num_experts < 1 or self.num_experts % self.size:
             expected = f"a multiple of the group's {self.size} ranks"
             raise checks.bad_value("ExpertGroup", "num_experts", expected, num_experts)
@@ -102,11 +97,12 @@ class RankGroup:
         """Returns itself: a process group has no copies, and ranks count the calls of all layers of one ExpertGroup."""
         return self
 
-    def meet(self, step: str, call: int = 0, requires_grad: int = 0, failed: bool = False) -> None:
+    def meet(self, step: str, call: int = 0, failed: bool = False, **same: int) -> None:
         """Raises one ValueError on all ranks unless all are at this step of this call, before they send anything.
 
         step: one of `collectives.STEPS`. failed: this rank has an error of its own to raise, of which it tells the
-        others. Nothing is compared where the host would have to wait for a GPU.
+        others. same: what else must be the same, by the names in `collectives.SAME`. Nothing is compared where the host
+        would have to wait for a GPU.
         """
         what = f"{step} (call {call})" if call else step
         values = collectives.header(
@@ -114,7 +110,7 @@ class RankGroup:
             step=collectives.STEPS.index(step),
             group=self.number,
             call=call,
-            requires_grad=requires_grad,
+            **same,
         )
         header: collectives.PendingHeaders | hosts.HostHeaders
         if self.hosts is not None:
@@ -134,17 +130,22 @@ class RankGroup:
         """Returns the number of this rank's experts, E/P."""
         return self.num_experts // self.size
 
-    def _agree(self, gpu: Any) -> int:
+    def _agree(self, gpu: Any, error: Exception | None) -> int:
         """Raises ValueError on all ranks if their options differ. Returns the group's number, and decides on "auto".
 
-        gpu: what `this_gpu` returned, or None where "auto" is "exact".
+        gpu: what `this_gpu` returned, or None where "auto" is "exact". error: this rank's own, raised once all know.
         """
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names} if error is None else {}
         self.meet("options of ExpertGroup")
-        here = options | {"numbers": RankGroup._numbers, "gpu": gpu}
+        here = options | {"failed": error is not None, "numbers": RankGroup._numbers, "gpu": gpu}
         with collectives.named("options of ExpertGroup", self.group):
             by_rank = collectives.gather_objects(here, self.group)
+        if error is not None:
+            raise error
+        if failed := [rank for rank, other in enumerate(by_rank) if other["failed"]]:
+            expected = "ones that pass the checks on all ranks"
+            raise ValueError(f"ExpertGroup: options: expected {expected}, got errors on {failed}")
         # Ranks may have made unequally many groups with others, so it is the highest of all that counts.
         RankGroup._numbers = 1 + max(other["numbers"] for other in by_rank)
         for name in options:
@@ -175,10 +176,10 @@ class RankGroup:
             arrived.record()
         self._overflows.append((dropped, arrived, self.calls))
 
-    def check_overflow(self) -> None:
+    def check_overflow(self, function: str) -> None:
         """Raises ValueError if an earlier call has dropped something, as far as the host knows. It never waits.
 
-        Calls are launched ahead of the GPU, so several counts may be on their way.
+        function: what the caller called. Calls are launched ahead of the GPU, so several counts may be on their way.
         """
         while self._overflows:
             dropped, arrived, call = self._overflows[0]
@@ -189,8 +190,25 @@ class RankGroup:
             if arrived is not None:
                 self._read.append((dropped, arrived))
             if number:
-                expected = f"no more than rows={self.rows}, slots={self.slots} in call {call}"
-                raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")
+                # The count is of rows and slots together.
+                bounds = {name: of for name, of in (("rows", self.rows), ("slots", self.slots)) if of is not None}
+                name, limits = " or ".join(bounds), ", ".join(f"{name}={of}" for name, of in bounds.items())
+                got = f"{number} more; raise {name} or use None"
+                raise checks.bad_value(function, name, f"no more than {limits} in call {call}", got)
+
+
+def _check_options(num_experts: Any, route: Any, rows: Any, slots: Any, on_overflow: Any) -> None:
+    """Checks options of `ExpertGroup` but for those that depend on the process group."""
+    checks.integer("ExpertGroup", "num_experts", num_experts)
+    checks.one_of("ExpertGroup", "route", route, ROUTES)
+    if on_overflow is not None:
+        may_chunk = route in ("auto", "exact")
+        checks.one_of("ExpertGroup", "on_overflow", on_overflow, OVERFLOWS if may_chunk else OVERFLOWS[1:])
+    for name, value in (("rows", rows), ("slots", slots)):
+        if value is not None and checks.integer("ExpertGroup", name, value) < 1:
+            raise checks.bad_value("ExpertGroup", name, "None, or at least 1", value)
+    if rows is not None and route != "static":
+        raise checks.bad_value("ExpertGroup", "rows", f'None for route "{route}"', rows)
 
 
 def backend_of(group: Any) -> tuple[bool, tuple[str, ...]]:

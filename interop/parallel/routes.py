@@ -72,9 +72,9 @@ class Route:
         """Adds to the count of dropped rows and slots. more: (1,) of integers."""
         self.counted = more.to(torch.int64, copy=True) if self.counted is None else self.counted + more
 
-    def meet(self, step: str, requires_grad: int = 0, failed: bool = False) -> None:
+    def meet(self, step: str, failed: bool = False, **same: int) -> None:
         """Calls `RankGroup.meet` for this call."""
-        self.experts.meet(step, self.call, requires_grad, failed)
+        self.experts.meet(step, self.call, failed, **same)
 
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
         """Starts `receive` of the same arguments. The returned function makes the stream wait for rows under way.

@@ -408,7 +408,9 @@ def rows_in_fp8(rank, size, group):
     differs = lambda: expert_parallel_moe(  # noqa: E731
         x, ids, weights, w1, w2, experts, precision="fp8", row_precision="fp8" if rank else None
     )
-    got = expect(ValueError, "exchange: dtype: expected the same on all ranks, got ['torch.bfloat16'", differs)
+    got = expect(
+        ValueError, "expert_parallel_moe: dtype: expected the same on all ranks, got ['torch.bfloat16'", differs
+    )
     assert "torch.float8_e4m3fn" in got
     alone = lambda: expert_parallel_moe(x, ids, weights, w1, w2, experts, row_precision="fp8")  # noqa: E731
     expect(ValueError, "expert_parallel_moe: row_precision: expected None without precision='fp8'", alone)
@@ -517,9 +519,10 @@ def overflow(rank, size, group):
 def overflow_of_static(rank, size, group):
     inputs = Inputs(rank, counts_of(size, "equal"), "one_rank")
     results_of(inputs, raising := ExpertGroup(group, E, route="static", rows=10))
+    bounded = ExpertGroup(group, E, route="static", slots=20)
     expect(
         ValueError,
-        "rows: expected no more than rows=10, slots=None in call 1, got 14 more",
+        "expert_parallel_moe: rows: expected no more than rows=10 in call 1, got 14 more; raise rows or use None",
         results_of,
         inputs,
         raising,
@@ -528,9 +531,14 @@ def overflow_of_static(rank, size, group):
     limited = Inputs(rank, counts_of(size, "equal"), "one_rank")
     limited.ids[torch.arange(len(limited.ids)) % 24 >= 10] = -1  # the last rows of each rank
     compare(limited, got, 1e-14)
+    expect(
+        ValueError,
+        "got errors on [0]" if rank else "expert_parallel_moe: slots: expected no more than slots=20 in call 1, got",
+        lambda: [results_of(inputs, bounded) for _ in range(2)],
+    )
     for number in (3, 0):  # as of two calls before the GPU has counted for the first
         raising.count_overflow(torch.tensor([number]))
-    expect(ValueError, "in call 2, got 3 more", raising.check_overflow)
+    expect(ValueError, "in call 2, got 3 more", raising.check_overflow, "exchange")
 
 
 def indices(tensor):

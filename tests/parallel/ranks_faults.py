@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
 from moeblaze_cupy.interop.parallel.exchanges import PendingExchange
@@ -13,6 +15,7 @@ from moeblaze_cupy.types import Activation
 from tests.parallel.rank_processes import Leave
 from tests.parallel.ranks_common import (
     TIMEOUT,
+    D,
     E,
     Inputs,
     K,
@@ -59,16 +62,14 @@ def differing(rank, size, group, route):
     got = [K] * (size - 1) + [K - 1]
     shorter = {"ids": lambda t: t[:, 1:].contiguous(), "weights": lambda t: t[:, 1:]}
     texts = [
-        expect(
-            ValueError, f"exchange: k: expected the same on all ranks, got {got}", lambda: attempt(same[0], **shorter)
-        )
+        expect(ValueError, f"moe: k: expected the same on all ranks, got {got}", lambda: attempt(same[0], **shorter))
     ]
     narrower = {"x": lambda t: t[:, :8], "w1": lambda t: t[:, :8], "w2": lambda t: t[:, :, :8]}
-    texts.append(expect(ValueError, "exchange: d: expected the same", lambda: attempt(same[1], **narrower)))
+    texts.append(expect(ValueError, "moe: d: expected the same", lambda: attempt(same[1], **narrower)))
     narrow = {"weights": lambda t: t.float()}
-    texts.append(expect(ValueError, "exchange: weights: expected the same", lambda: attempt(same[6], **narrow)))
+    texts.append(expect(ValueError, "moe: weights: expected the same", lambda: attempt(same[6], **narrow)))
     halved = dict.fromkeys(("x", "w1", "w2", "weights"), lambda t: t.float())
-    texts.append(expect(ValueError, "exchange: dtype: expected the same", lambda: attempt(same[2], **halved)))
+    texts.append(expect(ValueError, "moe: dtype: expected the same", lambda: attempt(same[2], **halved)))
     detached = {"x": lambda t: t.detach()}
     texts.append(
         expect(
@@ -78,7 +79,7 @@ def differing(rank, size, group, route):
         )
     )
     elsewhere = {"x": lambda t: t.to("meta")}
-    text = "exchange: x: expected a tensor on cpu" if odd else f"got errors on [{size - 1}]"
+    text = "expert_parallel_moe: x: expected a tensor on cpu" if odd else f"got errors on [{size - 1}]"
     expect(TypeError if odd else ValueError, text, lambda: attempt(same[9], **elsewhere))
     for options, others, name, got in (
         ({"activation": "swiglu"}, {"activation": "geglu"}, "activation", "'swiglu', 'geglu']"),
@@ -86,14 +87,14 @@ def differing(rank, size, group, route):
             {"activation": Activation("swiglu_oai", limit=7.0)},
             {"activation": Activation("swiglu_oai", limit=6.0)},
             "activation",
-            "'swiglu_oai', 'swiglu_oai']",
+            "Activation('swiglu_oai', alpha=1.702, limit=7.0), Activation('swiglu_oai', alpha=1.702, limit=6.0)]",
         ),
         ({"precision": None}, {"precision": "fp8"}, "precision", "None, 'fp8']"),
     ):
         inputs = Inputs(rank, counts_of(size, "equal"), dtype=torch.bfloat16, h=32).local()
         given = others if odd else options
         call = lambda inputs=inputs, given=given: expert_parallel_moe(*inputs, same[9], **given)  # noqa: E731
-        said = expect(ValueError, f"exchange: {name}: expected the same on all ranks", call)
+        said = expect(ValueError, f"expert_parallel_moe: {name}: expected the same on all ranks", call)
         assert said.endswith(got), said
         texts.append(said)
     if odd:
@@ -128,14 +129,14 @@ def differing(rank, size, group, route):
 
     x, ids, weights, *_ = Inputs(rank, counts_of(size, "equal")).local()
     kind, text = (RuntimeError, "no such GPU here") if odd else (ValueError, f"got errors on [{size - 1}]")
-    expect(kind, text, lambda: PendingExchange(x, ids, weights, same[7], 0, check).finish())
+    expect(kind, text, lambda: PendingExchange("exchange", x, ids, weights, same[7], 0, check).finish())
     if odd:
         same[7].plan = lambda ids: check()  # as where there is no memory for it
-    expect(kind, text, lambda: PendingExchange(x, ids, weights, same[7], 0).finish())
+    expect(kind, text, lambda: PendingExchange("exchange", x, ids, weights, same[7], 0).finish())
     if route == "exact":  # plans of "pull" count nothing
         if odd:
             same[7].plan = lambda ids: (ExpertGroup.plan(same[7], ids)[0], check)
-        expect(kind, text, lambda: PendingExchange(x, ids, weights, same[7], 0).finish())
+        expect(kind, text, lambda: PendingExchange("exchange", x, ids, weights, same[7], 0).finish())
     x, ids, weights, w1, w2 = Inputs(rank, counts_of(size, "equal")).local()
     text = "save: expected a policy that keeps something" if odd else f"got errors on [{size - 1}]"
     save = None if odd else "minimal"
@@ -166,7 +167,7 @@ def shared_fails_on_the_last_rank(rank, size, group):
                     expect(MemoryError, "no memory for the shared expert", call, experts, shared)
                 else:
                     assert difference(call(experts, doubled), want) <= 1e-14
-            text = "exchange: group: expected all ranks at the same ExpertGroup"
+            text = "expert_parallel_moe: group: expected all ranks at the same ExpertGroup"
             expect(ValueError, text, call, experts if last else another, doubled)
     assert time.monotonic() - start < TIMEOUT.total_seconds()
 
@@ -177,10 +178,8 @@ def last_rank_is_a_layer_ahead(rank, size, group):
     layers = [ExpertGroup(group, E) for _ in range(2)]
     inputs = Inputs(rank, counts_of(size, "equal"))
     numbers = [layers[0].number] * (size - 1) + [layers[1].number]
-    text = (
-        f"exchange: group: expected all ranks at the same ExpertGroup, in the order of their making, of which one has \
+    text = f"moe: group: expected all ranks at the same ExpertGroup, in the order of their making, of which one has \
 skipped a layer, got {numbers}"
-    )
     expect(ValueError, text, results_of, inputs, layers[rank == size - 1])
 
 
@@ -207,7 +206,7 @@ def steps_in_different_orders(rank, size, group):
                 inputs = [Inputs(rank, counts_of(size, of), seed=seed) for seed, of in enumerate(("equal", kind))]
                 outs = [forward_of(of, on) for of, on in zip(inputs, experts, strict=True)]
                 backwards = [lambda out=out: out.sum().backward() for out in outs]
-                text = "exchange: group: expected all ranks at backward of expert_parallel_moe of the same ExpertGroup"
+                text = "group: expected all ranks at backward of expert_parallel_moe of the same ExpertGroup"
                 said = expect(ValueError, text, in_order, backwards, last)
                 assert said.endswith(f"got {[experts[rank == size - 1].number for rank in range(size)]}"), said
                 exchanged = [exchange(*of.local()[:3], experts[0]) for of in inputs]
@@ -243,10 +242,10 @@ def steps_that_differ(rank, size, group):
             if not (route == "exact" and way is peers_over_gloo):  # forwards meet by their devices
                 pairs += [("backward", "forward"), ("making", "exchange"), ("exchange", "forward")]
             for pair in pairs:
-                text = "exchange: step: expected all ranks at the same step, got"
+                text = "step: expected all ranks at the same step, got"
                 expect(ValueError, text, steps[pair[last]])
             still = rows.detach() if last else rows
-            expect(ValueError, "exchange: requires_grad: expected the same on all ranks", collect, still, made)
+            expect(ValueError, "collect: requires_grad: expected the same on all ranks", collect, still, made)
 
 
 @case
@@ -268,6 +267,79 @@ def last_rank_fails_in_a_step(rank, size, group):
             rows, _, _, made = exchange(x, ids, weights, experts)
             expect(ValueError, "collect: y: expected shape" if last else others, collect, rows[last:], made)
             compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+def told(last, size, kind, text, function, *arguments):
+    """The last rank raises its own error, the others one that names it."""
+    if last:
+        expect(kind, text, function, *arguments)
+    else:
+        expect(ValueError, f"got errors on [{size - 1}]", function, *arguments)
+
+
+@case
+def last_rank_has_a_wrong_group(rank, size, group):
+    """An option that only it checks is an error on all ranks, at once."""
+    start, last = time.monotonic(), rank == size - 1
+    for name, wrong, kind in (
+        ("route", "exakt", ValueError),
+        ("slots", 2.5, TypeError),
+        ("rows", 3, ValueError),
+        ("on_overflow", "spill", ValueError),
+    ):
+        given = {name: wrong} if last else {}
+        text = f"ExpertGroup: {name}: expected"
+        told(last, size, kind, text, lambda given=given: ExpertGroup(group, E, **given))
+    text = "ExpertGroup: num_experts: expected an int"
+    told(last, size, TypeError, text, lambda: ExpertGroup(group, f"{E}" if last else E))
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    compare(inputs, results_of(inputs, ExpertGroup(group, E)), 1e-14)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+@case
+def last_rank_exchanges_what_cannot_be_read(rank, size, group):
+    """The others are told of it before rows travel."""
+    start, last = time.monotonic(), rank == size - 1
+    x, ids, weights, *_ = Inputs(rank, counts_of(size, "equal")).local()
+    x = x.detach()
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    spread = DTensor.from_local(x, DeviceMesh.from_group(group, "cpu"), [Replicate()])
+    experts = ExpertGroup(group, E)
+    for wrong in (x.to_sparse(), freed, torch._neg_view(x), spread):
+        kind, text = (RuntimeError if wrong is freed else TypeError), "exchange: x: memory: expected"
+        told(last, size, kind, text, exchange, wrong if last else x, ids, weights.detach(), experts)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+@case
+def last_rank_collects_other_results(rank, size, group):
+    """Results of another dtype or width, or that cannot be sent, are an error on all ranks, at once."""
+    start, last = time.monotonic(), rank == size - 1
+    for route, way in ways():
+        with way():
+            experts = ExpertGroup(group, E, route=route)
+            x, ids, weights, *_ = Inputs(rank, counts_of(size, "equal"), dtype=torch.bfloat16).local()
+            rows, local_ids, _, made = exchange(x.detach(), ids, weights.detach(), experts)
+            for change, name, got in (
+                (lambda y: y.half(), "dtype", ["torch.bfloat16", "torch.float16"]),
+                (lambda y: y.float(), "dtype", ["torch.bfloat16", "torch.float32"]),
+                (lambda y: y[:, :2], "d", [D, 2]),
+            ):
+                text = f"collect: {name}: expected the same on all ranks, got {[*got[:1] * (size - 1), got[1]]}"
+                expect(ValueError, text, collect, change(rows) if last else rows, made)
+            for wrong, kind, text in (
+                (local_ids, TypeError, "expected a float dtype, got torch.int32"),
+                (rows.to("meta"), TypeError, "expected the device of exchange, cpu, got meta"),
+                (rows[:, :0], ValueError, f"expected shape ({made.room}, d >= 1)"),
+                (torch._neg_view(rows), TypeError, "memory: expected a tensor's own values"),
+                (None, TypeError, "expected a torch tensor, got"),
+            ):
+                told(last, size, kind, f"collect: y: {text}", collect, wrong if last else rows, made)
+            # The exchange is of use still. Sums are in float32, and rounded once.
+            assert torch.equal(collect(rows.float(), made).bfloat16(), collect(rows, made))
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
 
 
 def until(text, function, *arguments):

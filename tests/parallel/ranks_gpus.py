@@ -186,7 +186,7 @@ def steps_in_different_orders_on_gpus(rank, size, group):
         assert isinstance(experts[0].hosts, HostMemory)  # else "exact" does not compare
         every = [on_gpu(Inputs(rank, counts_of(size, kind)), torch.float32) for kind in ("equal", "uneven")]
         outs = [expert_parallel_moe(*of.local(), on) for of, on in zip(every, experts, strict=True)]
-        text = "exchange: group: expected all ranks at backward of expert_parallel_moe of the same ExpertGroup"
+        text = "group: expected all ranks at backward of expert_parallel_moe of the same ExpertGroup"
         expect(ValueError, text, outs[rank == size - 1].sum().backward)
         for of, on in zip(every, experts, strict=True):
             compare(of, results_of(of, on), 1e-5, same_bits=False)

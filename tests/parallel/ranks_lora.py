@@ -223,7 +223,7 @@ def factors_are_checked(rank, size, group):
         (here, {"save": None}, ValueError, "save: expected a policy that keeps something"),
     ):
         wrong = rank == 1
-        others = (ValueError, "exchange: arguments: expected ones that pass the checks on all ranks, got errors on [1]")
+        others = (ValueError, "moe: arguments: expected ones that pass the checks on all ranks, got errors on [1]")
         expected = (error, f"expert_parallel_moe: {text}") if wrong else others
         chosen, told = (given, options) if wrong else (here, {})
         expect(*expected, lambda g=chosen, o=told: expert_parallel_moe(*layer, w1, w2, experts, lora=g, **o))
@@ -232,7 +232,7 @@ def factors_are_checked(rank, size, group):
     here, frozen = part_of(lora, inputs.experts), [t.detach() for t in (*layer, w1, w2)]
     if rank == 0:  # ranks whose factors are trained call backward, others do not
         here = here.with_factors(factor.detach() for factor in here.factors)
-    text = "exchange: requires_grad: expected the same on all ranks, or backward would wait for ever"
+    text = "expert_parallel_moe: requires_grad: expected the same on all ranks, or backward would wait for ever"
     expect(ValueError, text, lambda: expert_parallel_moe(*frozen, experts, lora=here))
 
 

@@ -192,7 +192,7 @@ def frozen_weights_are_checked(rank, size, group):
         ),
         (w1, {"accumulate_into_main_grad": True}, ValueError, "accumulate_into_main_grad: expected False with lora"),
     ):
-        others = (ValueError, "exchange: arguments: expected ones that pass the checks on all ranks, got errors on [1]")
+        others = (ValueError, "moe: arguments: expected ones that pass the checks on all ranks, got errors on [1]")
         expected = (error, f"expert_parallel_moe: {text}") if rank == 1 else others
         chosen, told = (given, options) if rank == 1 else (w1, {})
         call = lambda g=chosen, o=told: expert_parallel_moe(x, ids, router_weights, g, w2, experts, **o)  # noqa: E731
