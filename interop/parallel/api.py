@@ -140,6 +140,16 @@ def _check_forms(
         raise checks.bad_value(function, "accumulate_into_main_grad", expected, repr(accumulate))
 
 
+def _check_shared(beside: Any, tokens: Tensor, x: Tensor) -> None:
+    """Checks what `shared` gave for these tokens. x: the same in the layer's dtype, which autocast may change."""
+    if not isinstance(beside, Tensor):
+        raise checks.bad_type("expert_parallel_moe", "shared", "a function that returns a tensor", type(beside))
+    if beside.shape != tokens.shape or beside.device != x.device or beside.dtype not in (tokens.dtype, x.dtype):
+        expected = f"a result of x's shape, dtype and device, {tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"
+        got = f"{tuple(beside.shape)} {beside.dtype} on {beside.device}"
+        raise checks.bad_value("expert_parallel_moe", "shared", expected, got)
+
+
 def _parts_of(layer: LayerArrays) -> dict[str, Any]:
     """Returns the tensors of frozen weights by argument name."""
     of_weights = (quantised_checks.parts_of("expert_parallel_moe", *of) for of in layer.frozen.items())
@@ -482,9 +492,9 @@ def expert_parallel_moe(
     "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, for a DTensor its `.to_local()`.
     Either may be `QuantizedWeight` of such tensors, which require no gradient. Only rows travel. Each piece of rows
     decodes for itself, forward and backward.
-    shared: a function of x whose result is added, such as a shared expert. It is launched while the sizes travel, or
-    with route "pull" the rows. If it fails on a rank, that rank raises the error after its part of the forward, and the
-    others get their results.
+    shared: a function of x whose result, of x's shape and dtype, is added, such as a shared expert. It is launched
+    while the sizes travel, or with route "pull" the rows. If it fails on a rank, that rank raises the error after its
+    part of the forward, and the others get their results.
     activation, save: see `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
     save="recompute".
     accumulate_into_main_grad: see `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
@@ -525,6 +535,8 @@ def expert_parallel_moe(
     def check() -> Mapping[str, int]:
         nonlocal forms, of_frozen
         function = "expert_parallel_moe"
+        if shared is not None and not callable(shared):
+            raise checks.bad_type(function, "shared", "a function of x, or None", type(shared))
         _check_forms(parts, frozen, lora, fp8_products, accumulate_into_main_grad)
         of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
         order = None if fp8_weights is None else fp8_weights.gate_up
@@ -573,6 +585,7 @@ def expert_parallel_moe(
     try:
         try:
             beside = shared(tokens)
+            _check_shared(beside, tokens, x)
         finally:
             if wait is not None:
                 wait()  # also where `shared` fails, as what is copied to would be freed

@@ -173,6 +173,32 @@ def shared_fails_on_the_last_rank(rank, size, group):
 
 
 @case
+def shared_gives_what_does_not_add(rank, size, group):
+    """It is an error on the last rank alone, whose others get their results. None of it is broadcast or converted."""
+    last, doubled = rank == size - 1, lambda tokens: 2 * tokens
+    inputs = Inputs(rank, counts_of(size, "equal"), dtype=torch.float32)
+    want = inputs.whole()["out"] + 2 * inputs.x[inputs.here]
+    for route in ("exact", "pull"):
+        with peers_over_gloo():
+            experts = ExpertGroup(group, E, route=route)
+            for wrong, kind, got in (
+                (lambda tokens: tokens[None], ValueError, "got (1, 24, 16) torch.float32 on cpu"),
+                (lambda tokens: tokens[:1], ValueError, "got (1, 16) torch.float32 on cpu"),
+                (lambda tokens: tokens.double(), ValueError, "got (24, 16) torch.float64 on cpu"),
+                (lambda tokens: tokens.to("meta"), ValueError, "got (24, 16) torch.float32 on meta"),
+                (lambda tokens: None, TypeError, "expected a function that returns a tensor, got <class 'NoneType'>"),
+            ):
+                call = lambda shared: expert_parallel_moe(*inputs.local(), experts, shared=shared)  # noqa: B023, E731
+                if last:
+                    said = expect(kind, "expert_parallel_moe: shared: expected", call, wrong)
+                    assert said.endswith(got), said
+                else:
+                    assert difference(call(doubled), want) <= 1e-6
+            told(last, size, TypeError, "shared: expected a function of x, or None, got", call, 3 if last else doubled)
+            assert difference(call(doubled), want) <= 1e-6
+
+
+@case
 def last_rank_is_a_layer_ahead(rank, size, group):
     """It skips the first of two layers, each with an ExpertGroup of its own, and has called neither before."""
     layers = [ExpertGroup(group, E) for _ in range(2)]
