@@ -249,13 +249,6 @@ class Torch:
         return tuple(layouts), pointers
 
     @staticmethod
-    def count_writes(given: Iterable[Any]) -> None:
-        """Tells autograd of writes through pointers, so that a backward that was to read these tensors raises."""
-        for array in given:
-            if not array.is_inference():  # those have no count, and no backward reads them
-                sys.modules["torch"].autograd.graph.increment_version(array)
-
-    @staticmethod
     def to_numpy(array: Any) -> "np.ndarray[Any, Any]":
         torch = sys.modules["torch"]
         array = array.detach()
@@ -329,6 +322,13 @@ _FRAMEWORKS: Mapping[str, Framework] = {"numpy": NumPy, **_DEVICE_FRAMEWORKS}
 def framework_of(array: Any) -> Framework | None:
     """Returns NumPy, CuPy or Torch by the array's type (or a base of it); None for anything else."""
     return _framework_of_type(type(array))  # type: ignore[arg-type]  # mypy takes classes for unhashable
+
+
+def count_writes(written: Iterable[Any]) -> None:
+    """Tells autograd of torch of writes through pointers, so that a backward that was to read these arrays raises."""
+    for array in written:
+        if framework_of(array) is Torch and not array.is_inference():  # those have no count, and no backward reads them
+            sys.modules["torch"].autograd.graph.increment_version(array)
 
 
 @functools.cache

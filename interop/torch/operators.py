@@ -22,6 +22,7 @@ from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import api as quantization
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import quantize
+from moeblaze_cupy.frameworks import count_writes
 from moeblaze_cupy.interop.torch import private
 from moeblaze_cupy.interop.torch.following import follow
 from moeblaze_cupy.interop.torch.schema import concrete, declared, define, describe, nothing, split
@@ -331,9 +332,8 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
                     call.grad_out, saved, needs=call.needs, keep_saved=not overwrites, accumulate=accumulate
                 )
         finally:  # kernels write through pointers, which autograd does not see
-            for tensor in (*(call.kept[1:] if saved.consumed else ()), *call.sums):
-                if tensor is not None:
-                    torch.autograd.graph.increment_version(tensor)
+            if saved.consumed:
+                count_writes(call.kept[1:])
         return call.results(by_tensor(grads).__getitem__)
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -42,8 +42,7 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
     wanted = shapes_of(*sizes)
     if out is not None:
         _check_out(call, out, wanted, gate_up)
-        if call.framework is arrays.Torch:
-            arrays.Torch.count_writes(given.values())
+        arrays.count_writes(given.values())
     e4m3 = "float8_e4m3fn" if call.framework is arrays.Torch else "uint8"
     if call.on_cpu:
         return _on_cpu(call, tuple(name for name in named if name != "w2"), out, gate_up)

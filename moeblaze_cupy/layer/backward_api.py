@@ -565,6 +565,7 @@ def _exported(export: Export, accumulate: Mapping[str, Any] | None, grads: Gradi
     if export is keep and not accumulate:
         return grads
     own = accumulate or {}
+    arrays.count_writes(array for total in own.values() for array in pair(total))
     made = {name: value for name, value in vars(grads).items() if value is not None and name not in (*own, "lora")}
     exported = {name: one_or_pair(tuple(map(export, pair(value)))) for name, value in made.items()}
     lora = grads.lora and Lora(*(None if factor is None else export(factor) for factor in grads.lora))

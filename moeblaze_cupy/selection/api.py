@@ -9,6 +9,7 @@ first offset, or from the last on, are in no sequence: they are not counted, and
 from typing import Any
 
 from moeblaze_cupy import checks, overlaps, reference
+from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.calls import Call, Lookup, graph_break
 from moeblaze_cupy.reference import selection as reference_selection
 from moeblaze_cupy.selection import balance
@@ -244,8 +245,10 @@ def quantile_histogram(
         if not 1 <= bins <= selection_config.MAX_BINS:
             raise checks.bad_value(function, "histogram", f"1 to {selection_config.MAX_BINS} bins", bins)
         overlaps.apart(function, {name: d[name] for name in names[:-1]}, {"histogram": d["histogram"]})
-        if call.on_cpu:
-            call.on_host(reference.quantile_histogram, score=score)
-            return
-        look.keep(balance.configure_quantiles(d["logits"].layout, d["ids"].layout, bins, score, call.limits))
-    look.run(balance.quantile_histogram)
+        if not call.on_cpu:
+            look.keep(balance.configure_quantiles(d["logits"].layout, d["ids"].layout, bins, score, call.limits))
+    if look.record is None:
+        look.call.on_host(reference.quantile_histogram, score=score)
+    else:
+        look.run(balance.quantile_histogram)
+    arrays.count_writes((histogram,))

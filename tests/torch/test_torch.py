@@ -1373,6 +1373,48 @@ def test_the_librarys_own_empty_slots_pass_the_check_of_ids(monkeypatch):
     assert all(map(torch.equal, results(), want))
 
 
+def added_to_total(total):
+    x, ids, weights, w1, w2, grad = tensors(SMALL)
+    mb.moe_backward(grad, mb.moe_forward(x, ids, weights, w1, w2)[1], accumulate={"w1": total})
+
+
+def added_by_the_second_half(total):
+    x, ids, weights, w1, w2, grad = tensors(SMALL)
+    _, pending = mb.moe_backward_data(grad, mb.moe_forward(x, ids, weights, w1, w2)[1])
+    mb.moe_backward_weights(pending, accumulate={"w1": total})
+
+
+def added_to_main_grad(total):
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    w1.requires_grad_().main_grad, w2.requires_grad_().main_grad = total, torch.zeros_like(w2)
+    moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True).sum().backward()
+
+
+def added_to_histogram(total):
+    logits = torch.randn(7, len(total))
+    counts = total.view(torch.int32).view(len(total), -1)
+    mb.quantile_histogram(logits, logits.topk(2).indices, torch.zeros(len(total)), counts, torch.tensor([-1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [added_to_total, added_by_the_second_half, added_to_main_grad, added_to_histogram],
+    ids=lambda f: f.__name__,
+)
+def test_autograd_knows_of_sums_in_the_callers_tensors(write):
+    """A backward that was to read the tensor as it was before raises. Tensors of inference have no count of writes."""
+    total = torch.zeros_like(tensors(SMALL)[3])
+    total = total.view(len(total), -1)[:, :64].contiguous() if write is added_to_histogram else total
+    factor = torch.ones_like(total, requires_grad=True)
+    product = (total * factor).sum()
+    write(total)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        if write is not added_to_main_grad:
+            write(torch.zeros_like(total))
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputation_counts_nothing_twice(use_reentrant):
     torch.manual_seed(0)
