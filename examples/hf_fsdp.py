@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
 
 from examples import hf_training
+from moeblaze_cupy.tools.command import integer
 
 
 def sharded(model: torch.nn.Module) -> torch.nn.Module:
@@ -64,8 +65,8 @@ def train(rank: int, processes: int, port: int, steps: int) -> None:
 
 def main(*argv: str) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--processes", type=integer(1), default=torch.cuda.device_count() or 2)
+    parser.add_argument("--steps", type=integer(1), default=20)
     args = parser.parse_args(argv)
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 import transformers  # noqa: E402
 
 import moeblaze_cupy.interop.transformers  # noqa: E402, F401  # registers "moeblaze"
+from moeblaze_cupy.tools.command import integer  # noqa: E402
 
 B, T = 8, 64  # sequences of a step, bytes of a sequence
 
@@ -100,7 +101,7 @@ def main(*argv: str) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--how", choices=("loop", "trainer"), default="loop")
     parser.add_argument("--lora", action="store_true", help="train low-rank updates of the experts alone")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=integer(1), default=20)
     parser.add_argument("--lr", type=float, help="3e-3, and 1e-2 for LoRA")
     args = parser.parse_args(argv)
     model = small_model()

@@ -35,6 +35,7 @@ import moeblaze_cupy as mb
 from examples import corpus as text
 from examples.progress import Progress
 from moeblaze_cupy.interop.torch import moe, route
+from moeblaze_cupy.tools.command import integer
 
 OURS = {
     "minimal": {"save": "minimal"},
@@ -382,8 +383,8 @@ def main(*argv: str) -> int:
     parser.add_argument("--arm", type=choices(ARMS), default=list(ARMS), metavar="A,B", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--seed", type=choices((), int), default=[0], metavar="0,1", help="(0)")
     parser.add_argument("--size", choices=SIZES, help="(base on a GPU, toy on a CPU)")
-    parser.add_argument("--steps", type=int, help="instead of the size's")
-    parser.add_argument("--batch", type=int, metavar="B", help="sequences per step, instead of the size's")
+    parser.add_argument("--steps", type=integer(1), help="instead of the size's")
+    parser.add_argument("--batch", type=integer(1), metavar="B", help="sequences per step, instead of the size's")
     parser.add_argument("--text", type=Path, action="append", metavar="DIR", help="instead of this Python's packages")
     parser.add_argument("--minutes", type=float, help="stop at the first checkpoint after so long")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="results and checkpoints")

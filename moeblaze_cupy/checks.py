@@ -250,8 +250,8 @@ def tf32(function: str, given: Any, x: Array) -> None:
         raise bad_value(function, "tf32", f"False for x of {x.dtype}, as TF32 stands in for float32", "True")
 
 
-def identity_experts(function: str, options: LayerOptions, w2: Array) -> None:
-    most = 2**31 - 1 - w2.shape[0]
+def identity_experts(function: str, options: LayerOptions, num_experts: int) -> None:
+    most = 2**31 - 1 - num_experts
     if options.identity_experts > most:
         raise bad_value(function, "identity_experts", f"at most {most}, as ids are int32", options.identity_experts)
 

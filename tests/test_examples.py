@@ -1,5 +1,6 @@
 """Examples with other libraries, each as a user runs it, with few steps."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -37,6 +38,26 @@ def run(command: str, **environment: str) -> str:
 def test_example_on_the_cpu(command):
     said = run(command, CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
     assert "loss" in said and ("on cpu" in said or "2 processes, 127680 of 255360 parameters" in said)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("hf_training --steps 0", "--steps"),
+        ("hf_fsdp --processes 0", "--processes"),
+        ("hf_fsdp --steps -1", "--steps"),
+        ("language_model --out OUT --steps 0", "--steps"),
+        ("language_model --out OUT --batch 0", "--batch"),
+    ],
+)
+def test_numbers_below_one_are_refused(command, option, capsys):
+    name, *options = command.split()
+    for package in NEEDS.get(f"{name}.py", ("torch",)):
+        pytest.importorskip(package)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"examples.{name}").main(*options)
+    assert ended.value.code == 2
+    assert f"argument {option}: expected a whole number from 1 on, got" in capsys.readouterr().err
 
 
 def on_two_processes(code: str, folder: Path) -> str:

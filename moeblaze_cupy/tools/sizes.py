@@ -3,6 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
+from moeblaze_cupy import checks
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.lora.checks import SUMMED
@@ -63,6 +64,10 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
         raise CommandError(f"--experts: expected at most {launch_config.MAX_EXPERTS}, got {s.E}")
+    try:
+        checks.identity_experts("--identity-experts", s.options, s.E)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     if s.k > s.E:
         raise CommandError(f"--k: expected at most {s.E} for --experts {s.E}, got {s.k}")
     return s

@@ -244,6 +244,10 @@ def test_plan_refuses_what_the_layer_refuses(capsys):
     )
     assert_fails(capsys, [*plan, "--tokens", "8", "--experts", "1"], "--k", "at most 1 for --experts 1, got 2")
     assert_fails(capsys, [*plan, "--tokens", f"1{'0' * 32}", "--experts", "8"], "slots", str(2 * 10**32))
+    identities = [*plan, "--tokens", "8", "--experts", "8", "--identity-experts"]
+    assert main([*identities, str(2**31 - 9)]) == 0
+    capsys.readouterr()
+    assert_fails(capsys, [*identities, "99999999999"], "--identity-experts", f"at most {2**31 - 9}, as ids are int32")
 
 
 def test_plan_with_biases_and_interleaved_columns(capsys):
