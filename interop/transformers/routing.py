@@ -131,7 +131,7 @@ class _Call:
 
     def __init__(self, shape: Any, ids: Tensor | None, largest: int, recorded: list[Any] | None) -> None:
         self.shape, self.ids, self.largest, self.recorded, self.is_first = shape, ids, largest, recorded, True
-        self.has_backward = ids is not None and torch.is_grad_enabled()
+        self.is_at_work = ids is not None or recorded is not None
         if ids is not None:
             self.is_unset = ids < 0
             self.is_same = self.is_unset.new_zeros(ids.shape[:2])
@@ -140,7 +140,7 @@ class _Call:
     def again(self) -> "_Call":
         """Returns the call for what recomputes a part of it."""
         call = copy.copy(self)
-        call.recorded, call.is_first = None, False
+        call.recorded, call.is_first, call.is_at_work = None, False, self.ids is not None
         return call
 
     def counts(self) -> Tensor:
@@ -159,7 +159,6 @@ class _Layer:
         self.routing, self.number, self.chooser = routing, number, chooser
         earlier = vars(chooser.module).get(chooser.method)
         self.earlier = None if getattr(earlier, "__func__", None) is _choose else earlier
-        self.was_replayed = False  # by a forward that may have a backward
         self.rows = 0  # that a replay had ids or UNSET for
         setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
         chooser.module.moeblaze_routing = self
@@ -201,7 +200,7 @@ class _Layer:
             raise checks.bad_value("Routing.replay", "ids", expected, f"k = {ids.shape[1]}")
         if call.recorded is not None:
             call.recorded[self.number] = chosen
-        self.was_replayed |= call.has_backward
+        self.routing.was_replayed |= ids is not None
         if ids is not None and call.is_first and self.number not in call.counted:
             own = seen.own.flatten(0, -2)
             call.is_same[self.number] = (own[:, :, None] == ids[:, None, :]).any(2).all(1)
@@ -213,13 +212,13 @@ class _Layer:
 def _choose(self: Any, *args: Any, **named: Any) -> Any:
     layer: _Layer = self.moeblaze_routing
     call = layer.routing.call if layer.chooser.module is self else None
-    if call is not None:
+    if call is not None and call.is_at_work:
         return layer.within(call, args, named)
-    is_watched = layer.was_replayed and layer.chooser.module is self
+    is_watched = call is None and layer.routing.was_replayed and layer.chooser.module is self
     if is_watched and not torch.compiler.is_compiling() and private.in_backward():
         raise RuntimeError(
-            "Routing: backward computes a layer again that was replayed, by a checkpointing that is not known. "
-            "Expected gradient_checkpointing_enable() of transformers or checkpoint_wrapper of torch"
+            "Routing: backward computes a layer again that may have been replayed, by a checkpointing that is not "
+            "known. Expected gradient_checkpointing_enable() of transformers or checkpoint_wrapper of torch"
         )
     return layer.own(self)(*args, **named)
 
@@ -265,6 +264,7 @@ class Routing:
                 raise NotImplementedError(f"Routing: {name_of(type(module))}: {reason}")
         self.layers = tuple(chooser.name for chooser in choosers)
         self.call: _Call | None = None
+        self.was_replayed = False  # maybe by a forward whose checkpointing turns gradients off
         self._counts: Tensor | None = None  # those of all calls
         self._record: Record | None = None
         self._ids: Tensor | None = None  # (N, T, layers, k)
@@ -331,7 +331,9 @@ class Routing:
         validate: whether to look at the values, which waits for a GPU that holds them. None means: if on the CPU.
         Raises TypeError or ValueError for ids of another dtype or shape than the model and its calls need, for an
         expert twice for one token, ids out of range and tokens with some ids, and for calls that take more or fewer
-        than N rows. RuntimeError within another `replay`, and if no router took ids.
+        than N rows. RuntimeError within another `replay`, and if no router took ids. Backward raises it where another
+        checkpointing than that of transformers or torch's checkpoint_wrapper computes a router again: from the first
+        replay until `close`, for calls without replay too.
         """
         if self._ids is not None:
             raise RuntimeError("Routing.replay: expected one at a time, got one within another")
@@ -371,8 +373,12 @@ class Routing:
         return {"forced": forced, "differ": forced - same, "unset": unset}
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
-        if self._is_active and model is self._model:
+        if model is not self._model:
+            return
+        if self._is_active:
             self._open(args, named)
+        elif self.was_replayed and not torch.compiler.is_compiling() and not private.in_backward():
+            self._begin(_Call(None, None, UNSET, None))  # what recomputes a part of it is known not to be replayed
 
     @_outside_graphs
     def _open(self, args: Any, named: Any) -> None:
@@ -386,11 +392,15 @@ class Routing:
             self._next_row += shape[0]
             ids = ids.to(tokens.device, torch.int64, non_blocking=True)
             ids = ids.permute(2, 0, 1, 3).flatten(1, 2).contiguous()
-        self.call = _Call(shape, ids, self._largest, [None] * len(self.layers) if self._record is not None else None)
+        recorded: Any = [None] * len(self.layers) if self._record is not None else None
+        self._begin(_Call(shape, ids, self._largest, recorded))
+
+    def _begin(self, call: _Call) -> None:
+        self.call = call
         if torch.is_grad_enabled():
             for module, name, function in private.checkpoint_functions(self._model):
                 self._restore.append((module, name, function))
-                setattr(module, name, self._bound(function, self.call))
+                setattr(module, name, self._bound(function, call))
 
     def _rows(self, ids: Tensor, shape: tuple[int, ...], is_packed: bool) -> Tensor:
         """Returns ids (B, T, layers, k) of a call, of which the last token may be missing."""

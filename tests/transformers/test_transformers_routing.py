@@ -205,6 +205,10 @@ def checkpoint_by_torch(model, reentrant):
         layers[number] = checkpoint_wrapper(layer)
 
 
+def plain_names(grads):
+    return {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in grads.items()}
+
+
 def two_calls(model, routes, ids, order):
     """Two forwards pending before a backward: of their sum, in reverse order, or with another call between."""
     model.zero_grad()
@@ -219,9 +223,10 @@ def two_calls(model, routes, ids, order):
         first.backward()
         with torch.no_grad():
             model(input_ids=TOKENS)
+        model(input_ids=TOKENS)  # without replay, and without a backward
         second.backward()
-    grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad.clone() for name, p in model.named_parameters()}
-    return {"first": first.detach(), "second": second.detach(), **grads}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {"first": first.detach(), "second": second.detach(), **plain_names(grads)}
 
 
 ORDERS = ("sum", "reverse", "between")
@@ -238,6 +243,7 @@ def test_checkpointing_takes_the_ids_of_each_call(way, reentrant, monkeypatch):
     ids = shifted(torch.cat(record.calls))
     with Routing(model) as routes:
         wanted = {order: two_calls(model, routes, ids, order) for order in ORDERS}
+    own = step(model)
     way(model, reentrant)
     with Routing(model) as routes:
         for order in ORDERS:
@@ -246,10 +252,24 @@ def test_checkpointing_takes_the_ids_of_each_call(way, reentrant, monkeypatch):
         with routes.record() as again:
             step(model)
         assert len(again.calls) == 1 and torch.equal(again.ids, record.calls[0])
+        assert same_bits(plain_names(step(model)), own)  # a step without replay is an ordinary one
         monkeypatch.setattr(routes, "_bound", lambda function, call: function)  # as if the checkpointing were unknown
         for order in ORDERS:
             with pytest.raises(RuntimeError, match="by a checkpointing that is not known"):
                 two_calls(model, routes, ids, order)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_the_whole_model_raises(reentrant):
+    model = made()
+    whole = lambda x: model(inputs_embeds=x, use_cache=False).logits  # noqa: E731
+    with Routing(model) as routes:
+        ids = shifted(routes_of(model, routes))
+        with routes.replay(ids):
+            x = model.get_input_embeddings()(TOKENS)
+            out = torch.utils.checkpoint.checkpoint(whole, x, use_reentrant=reentrant)
+        with pytest.raises(RuntimeError, match="by a checkpointing that is not known"):
+            out.sum().backward()
 
 
 def test_what_generate_records():
