@@ -6,6 +6,7 @@ scores of them, so that whatever follows makes weights, with gradients, as it do
 
 import contextlib
 import copy
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ _OF_GENERATE = {
     "num_beams": 1,
     "prompt_lookup_num_tokens": None,
     "assistant_model": None,
+    "assistant_early_exit": None,
+    "use_mtp": False,
     "use_cache": True,
     "guidance_scale": None,
 }
@@ -314,12 +317,15 @@ class Routing:
                 self._outer.generate = generate
 
     def _generate(self, *args: Any, **named: Any) -> Any:
-        config = named.get("generation_config") or self._outer.generation_config
+        generate = type(self._outer).generate
+        given = inspect.signature(generate).bind(self._outer, *args, **named).arguments | named
+        configs = given.get("generation_config"), self._outer.generation_config
         for name, plain in _OF_GENERATE.items():
-            value = named.get(name, getattr(config, name, plain))
-            if value is not None and value != plain:
+            of_configs = (getattr(config, name, None) for config in configs)
+            value = given[name] if name in given else next((v for v in of_configs if v is not None), plain)
+            if value != plain:
                 raise checks.bad_value("Routing.record", name, f"{plain} in generate", f"{value!s:.40}")
-        return type(self._outer).generate(self._outer, *args, **named)
+        return generate(self._outer, *args, **named)
 
     @contextlib.contextmanager
     def replay(self, ids: Tensor, *, validate: bool | None = None) -> Iterator[None]:

@@ -289,11 +289,36 @@ def test_what_generate_records():
         sequences = [record.ids[0, 2:], record.ids[1]]
         assert torch.equal(align(sequences, whole)[:, :10][whole[:, :10] > 0], record.ids[whole[:, :10] > 0])
         assert (align(sequences, whole)[0, :2] == UNSET).all() and (align(sequences, whole)[:, 10] == UNSET).all()
-        others = {"num_beams": 2, "prompt_lookup_num_tokens": 2, "use_cache": False, "guidance_scale": 1.5}
-        for name, value in others.items():
-            with pytest.raises(ValueError, match=f"record: {name}: expected"), routes.record():
-                model.generate(prompt, max_new_tokens=2, **{name: value})
     assert "generate" not in vars(model)
+
+
+def test_generate_of_other_sequences_raises():
+    """An option comes as a keyword, in the call's config, or from the model's where these have none."""
+    model, prompt = made().eval(), TOKENS[:1, :5]
+    config = transformers.GenerationConfig
+    others = {"num_beams": 2, "prompt_lookup_num_tokens": 2, "use_cache": False, "guidance_scale": 1.5}
+    others |= {"assistant_early_exit": 1, "use_mtp": True}
+    with Routing(model) as routes:
+
+        def refuses(name, *args, **named):
+            with pytest.raises(ValueError, match=f"record: {name}: expected"), routes.record():
+                model.generate(prompt, *args, **named)
+
+        for name, value in others.items():
+            given = config(max_new_tokens=2)
+            setattr(given, name, value)  # transformers before 5.24 does not know all
+            refuses(name, max_new_tokens=2, **{name: value})
+            refuses(name, given)
+            refuses(name, generation_config=given)
+            setattr(model.generation_config, name, value)
+            refuses(name, config(max_new_tokens=2))
+            delattr(model.generation_config, name)
+        refuses("use_cache", max_new_tokens=2, use_cache=None)  # transformers takes it for False
+        refuses("assistant_model", None, None, None, None, None, model, max_new_tokens=2)
+        model.generation_config.num_beams = 3
+        with routes.record() as record:
+            model.generate(prompt, config(max_new_tokens=2, num_beams=1))
+        assert record.ids.shape == (1, 6, 3, 2)
 
 
 def test_packed_sequences():
