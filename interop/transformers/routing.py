@@ -156,26 +156,37 @@ class _Call:
 
 
 class _Layer:
-    """What stands in for the method of a chooser. A copy of the module shares it, and is not concerned."""
+    """What stands in for the method of a chooser. A copy of the module is not concerned."""
 
     def __init__(self, routing: "Routing", number: int, chooser: Chooser) -> None:
         self.routing, self.number, self.chooser = routing, number, chooser
-        earlier = vars(chooser.module).get(chooser.method)
-        self.earlier = None if getattr(earlier, "__func__", None) is _choose else earlier
+        self.earlier = vars(chooser.module).get(chooser.method)
         self.rows = 0  # that a replay had ids or UNSET for
-        setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
+        if getattr(inspect.unwrap(self.earlier), "__func__", None) is _choose:  # in a copy, or in a wrapper
+            self.earlier = chooser.module.moeblaze_routing.earlier
+        else:
+            setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
         chooser.module.moeblaze_routing = self
 
     def __deepcopy__(self, memo: Any) -> "_Layer":
-        return self
+        other = copy.copy(self)
+        other.earlier = copy.deepcopy(self.earlier, memo)  # which may hold the module
+        return other
 
     def remove(self) -> None:
+        """Gives the method back. What has wrapped it calls `_choose` for ever, which calls the router's own code."""
         module, method = self.chooser.module, self.chooser.method
-        if getattr(vars(module).get(method), "__func__", None) is _choose:
+        if module is None:
+            return
+        self.chooser = self.chooser._replace(module=None)
+        found = vars(module).get(method)
+        if getattr(found, "__func__", None) is _choose:
             delattr(module, method)
             if self.earlier is not None:
                 setattr(module, method, self.earlier)
-        del module.moeblaze_routing
+            found = None
+        if found is None:
+            del module.moeblaze_routing
 
     def own(self, module: Any) -> Callable[..., Any]:
         """Returns the method of the chooser, or of a copy of it, that `_choose` stands in for."""
@@ -275,7 +286,7 @@ class Routing:
         self._is_active = False
         self._layers = [_Layer(self, number, chooser) for number, chooser in enumerate(choosers)]
         self._restore: list[tuple[Any, str, Any]] = []
-        self._hooks = (
+        self._hooks: tuple[Any, ...] = (
             self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             self._model.register_forward_hook(self._after, always_call=True),
         )
@@ -290,9 +301,10 @@ class Routing:
         self.close()
 
     def close(self) -> None:
-        """Gives the model back as it was."""
+        """Gives the model back as it was. Backward of calls that were replayed comes before."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = ()
         for layer in self._layers:
             layer.remove()
 
@@ -425,6 +437,8 @@ class Routing:
             calls = iter([call])
 
             def run(*args: Any, **named: Any) -> Any:
+                if call.ids is not None and not self._hooks:
+                    raise RuntimeError("Routing.close: expected it after backward of what was replayed, got it before")
                 before, self.call = self.call, next(calls, None) or call.again()
                 try:
                     return function(*args, **named)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -434,6 +435,80 @@ def test_a_copy_of_the_model_is_apart():
             other(TOKENS + 1)
         assert torch.equal(record.calls[0], routes_of(model, routes)) and not torch.equal(record.ids, theirs.ids)
         assert len(record.calls) == len(theirs.calls) == 1
+
+
+def wrap(module):
+    """As `add_hook_to_module` of accelerate."""
+    old = module.forward
+    run = functools.partial(lambda module, *args, **named: module.old_forward(*args, **named), module)
+    module.old_forward, module.forward = old, functools.update_wrapper(run, old)
+
+
+def gates(model):
+    return [layer.mlp.gate for layer in model.model.layers]
+
+
+def test_close_is_for_one_routing_and_may_come_again():
+    model = made()
+    with Routing(model) as first:
+        first.close()
+    plain = [set(vars(gate)) for gate in gates(model)]
+    assert "moeblaze_routing" not in plain[0] and "forward" not in plain[0]
+    with Routing(model) as second:
+        first.close()
+        assert routes_of(model, second).shape == (2, 9, 3, 2)
+    with Routing(model):
+        for gate in gates(model):
+            del gate.forward
+    assert [set(vars(gate)) for gate in gates(model)] == plain
+
+
+def test_a_router_that_was_wrapped_meanwhile_works_after_close():
+    model = made()
+    wanted = step(model)
+    with Routing(model) as routes:
+        ids = routes_of(model, routes)
+        for gate in gates(model):
+            wrap(gate)
+        assert torch.equal(routes_of(model, routes), ids)
+    for unwrapped in (False, True):
+        for gate in gates(model) if unwrapped else ():
+            gate.forward = gate.old_forward
+        assert same_bits(step(model), wanted)
+        for each in (model, copy.deepcopy(model)):
+            with Routing(each) as routes:
+                with routes.replay(ids):
+                    assert same_bits(step(each), wanted)
+                with routes.replay(shifted(ids)):
+                    assert not same_bits(step(each), wanted)
+                assert torch.equal(routes_of(each, routes), ids)
+            assert same_bits(step(each), wanted)
+    assert not any("forward" in vars(gate) for gate in gates(model))
+
+
+def test_a_copy_of_a_router_that_was_wrapped_before_has_its_own_weights():
+    model = made()
+    wanted = step(model)
+    for gate in gates(model):
+        wrap(gate)
+    with Routing(model):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for gate in gates(model):
+                gate.weight.normal_()
+        assert same_bits(step(other), wanted)
+        with Routing(other) as routes, routes.replay(routes_of(other, routes)):
+            assert same_bits(step(other), wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_backward_of_a_replay_after_close_raises():
+    model = made()
+    model.gradient_checkpointing_enable()
+    with Routing(model) as routes, routes.replay(routes_of(model, routes)):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    with pytest.raises(RuntimeError, match=r"Routing.close: expected it after backward"):
+        loss.backward()
 
 
 def routes_of(model, routes):
