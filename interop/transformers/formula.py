@@ -213,11 +213,23 @@ def _holds(module: Any, reads: tuple[tuple[Any, ...], ...]) -> bool:
         for name in path:
             part = getattr(part, name, None)
         if kind is not None:
-            if type(part) is not kind or private.has_hooks(part):
+            if type(part) is not kind or _does_more(part):
                 return False
-        elif part is not value and not (_is_constant(part) and part == value):
+        # Dynamo cannot compare a module with a constant that is a function of torch.
+        elif isinstance(part, torch.nn.Module) or (part is not value and not (_is_constant(part) and part == value)):
             return False
     return True
+
+
+def _does_more(part: Any) -> bool:
+    """Whether a call of the module runs other code than its class's forward. Hooks of accelerate change no numbers."""
+    is_replaced = hasattr(part, "forward") and "forward" in part.__dict__  # the first guards compiled code
+    return private.has_hooks(part) or (is_replaced and not _has_own_forward_at(id(part)))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
+def _has_own_forward_at(address: int) -> bool:
+    return has_own_forward(ctypes.cast(address, ctypes.py_object).value)
 
 
 def _is_constant(part: Any) -> bool:
@@ -333,8 +345,8 @@ def _value(module: Any, path: Path, reads: list[Read]) -> Any:
         reads.append(Read(path, None, math.nan))  # which equals nothing, so that the next call looks again
         raise _UnknownError(f"its {'.'.join(path)} is no number and no known function, but of {type(part)}")
     reads.append(Read(path, type(part), None))
-    if private.has_hooks(part):
-        raise _UnknownError(f"its {'.'.join(path)} has hooks")
+    if _does_more(part):
+        raise _UnknownError(f"its {'.'.join(path)} has hooks or another forward")
     if type(part) is torch.nn.GELU:
         return "gelu_tanh" if _value(module, (*path, "approximate"), reads) == "tanh" else "gelu"
     if type(part) in _CLASSES:

@@ -395,8 +395,12 @@ def test_gates_and_activations_that_were_changed_fall_back(calls, monkeypatch):
     def by_a_hook(experts):
         experts.act_fn.register_forward_hook(lambda module, arguments, out: 2 * out)
 
+    def by_the_forward_of_its_activation(experts):
+        own = experts.act_fn.forward
+        experts.act_fn.forward = lambda x: 2 * own(x)
+
     x, ids, weights = in_float32()
-    for change in (on_the_module, on_the_class, by_a_hook):
+    for change in (on_the_module, on_the_class, by_a_hook, by_the_forward_of_its_activation):
         monkeypatch.setattr(formulas, "_WARNED", set())
         experts = made(*QWEN, "moeblaze").float()
         experts(x, ids, weights)
@@ -407,6 +411,24 @@ def test_gates_and_activations_that_were_changed_fall_back(calls, monkeypatch):
         torch.testing.assert_close(got.double(), by_hand(experts, x, ids, weights, doubled), rtol=1e-4, atol=1e-5)
         assert len(calls) == 1
         calls.clear()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_activation_within_hooks_of_accelerate_is_the_same(compiled, calls, monkeypatch):
+    hooks = pytest.importorskip("accelerate.hooks")
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    other, experts, x = made(*QWEN, "moeblaze").float(), made(*QWEN, "moeblaze").float(), in_float32()
+    del other.act_fn
+    other.act_fn = torch.nn.functional.relu
+    other(*x)
+    run = torch.compile(experts, backend="eager", fullgraph=True) if compiled else experts
+    wanted = run(*x)
+    hooks.add_hook_to_module(experts.act_fn, hooks.ModelHook())
+    seen = len(calls)
+    assert torch.equal(run(*x), wanted) and len(calls) > seen
+    experts.act_fn.forward = lambda x: -torch.nn.functional.silu(x)
+    with pytest.warns(UserWarning, match="its act_fn has hooks or another forward"):
+        torch.testing.assert_close(run(*x), -wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_of_two_dtypes_fall_back(calls, monkeypatch):
