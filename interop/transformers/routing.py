@@ -495,7 +495,7 @@ def align(sequences: Sequence[Any], mask: Tensor | None = None, *, lengths: Sequ
     mask: (B, T), not 0 at the n tokens of each sequence. Returns (B, T, layers, k) int32, on the CPU.
     lengths: in place of it the n of sequences that are packed into one. Returns (1, sum, layers, k).
     A sequence may have n - 1 rows, without the token that was sampled last.
-    Raises ValueError for other numbers of sequences or rows.
+    Raises ValueError for no sequences, for other numbers of them or of rows, and for unequal layers or k.
     """
     if (mask is None) == (lengths is None):
         raise checks.bad_value("align", "mask", "mask or lengths", "both or neither")
@@ -506,6 +506,10 @@ def align(sequences: Sequence[Any], mask: Tensor | None = None, *, lengths: Sequ
     numbers = has_token.sum(1).tolist()
     if len(parts) != len(numbers):
         raise checks.bad_value("align", "sequences", f"{len(numbers)} of them", str(len(parts)))
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) != 1 or len(*shapes) != 2:
+        expected = "arrays (n, layers, k) with the same layers and k"
+        raise checks.bad_value("align", "sequences", expected, str([tuple(part.shape) for part in parts]))
     out = torch.full((*has_token.shape, *parts[0].shape[1:]), UNSET, dtype=torch.int32)
     for row, (part, number) in enumerate(zip(parts, numbers, strict=True)):
         if len(part) not in (number, number - 1):

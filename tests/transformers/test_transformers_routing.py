@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -544,6 +545,10 @@ def test_sequences_that_do_not_fit_their_mask_raise():
         align([rows], mask)
     with pytest.raises(ValueError, match="1 of them, got 2"):
         align([rows, rows], mask)
+    for parts, shapes in (([], "[]"), ([rows, rows[:, :, :1]], "[(3, 2, 2), (3, 2, 1)]"), ([rows[0]], "[(2, 2)]")):
+        expected = f"align: sequences: expected arrays (n, layers, k) with the same layers and k, got {shapes}"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            align(parts, lengths=[len(part) for part in parts])
     with pytest.raises(ValueError, match="mask or lengths, got both"):
         align([rows], mask, lengths=[3])
 
