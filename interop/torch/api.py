@@ -528,12 +528,8 @@ class MoE(torch.nn.Module):
             )
         self.k, self.activation, self.save, self._renormalize = k, activation, save, options.renormalize
         self.score, self.eps, self.scale, self.bias_on = score, eps, scale, bias_on
-        self.groups, self.sums, self.routing, self.return_routing = (
-            options.groups,
-            options.sums,
-            routing,
-            return_routing,
-        )
+        self.groups, self.sums = options.groups, options.sums
+        self.routing, self.return_routing = routing, return_routing
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
         self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
         checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
@@ -560,6 +556,8 @@ class MoE(torch.nn.Module):
         lora_rank = _lora_rank(lora_rank, lora_alpha, accumulate_into_main_grad)
         self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
         self.memory_limit = checks.memory_limit("MoE", memory_limit)
+        if dtype is not None and dtype not in DTYPES:
+            raise checks.bad_type("MoE", "dtype", " or ".join(map(str, DTYPES)), repr(dtype))
         self.router = parameter(routed, d_model)
         if expert_format is None:
             self.w1_storage = parameter(num_experts, width, d_model)

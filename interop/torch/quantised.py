@@ -59,7 +59,8 @@ def check_eager(tensors: Sequence[Tensor | None]) -> None:
     if not is_plain(tensors):
         expected = "tensors with memory of their own, outside of transforms of torch.func, with lora or QuantizedWeight"
         kinds = ", ".join(sorted({type(tensor).__name__ for tensor in tensors if tensor is not None}))
-        raise RuntimeError(f"moe: x: expected {expected}, got {kinds}")
+        where = " on the device meta" if getattr(tensors[0], "is_meta", False) else ""
+        raise RuntimeError(f"moe: x: expected {expected}, got {kinds}{where}")
 
 
 # The dtypes of parts that parameters hold as bytes, so that no cast of a module's floats reaches them.

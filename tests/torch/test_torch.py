@@ -950,6 +950,18 @@ def test_weights_in_float8_are_named():
         moe(x, ids, weights, w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64, "bf16"], ids=str)
+def test_dtypes_that_no_forward_takes_raise_in_the_constructor(dtype):
+    with pytest.raises(TypeError, match=r"^MoE: dtype: expected torch\.bfloat16 or .* or torch\.float64, got "):
+        MoE(8, 6, 5, 2, dtype=dtype)
+
+
+@pytest.mark.parametrize("options", [{"lora_rank": 2}, {"expert_format": "nf4"}], ids=str)
+def test_modules_without_operators_name_the_device_meta(options):
+    with pytest.raises(RuntimeError, match=r"^moe: x: expected tensors with memory .* on the device meta$"):
+        MoE(64, 64, 4, 2, device="meta", **options)(torch.empty(3, 64, device="meta"))
+
+
 def test_autocast_follows_a_linear_layer():
     """Its output is of autocast's dtype, these weights are not. What is float64 stays so, as in linear."""
     layer, linear = MoE(8, 6, 5, 2), torch.nn.Linear(8, 8)
