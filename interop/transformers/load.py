@@ -83,6 +83,7 @@ class Monitor:
         # Those of compiled layers are apart, because compiled code may copy all of a tensor that it changes. The router
         # holds them, because layers share compiled code only if it finds them by one name.
         self._name = f"_moeblaze_load_{id(self)}"
+        self._left: list[Tensor] = []  # what the routers held until `close`
         self._routers = {chooser.module: number for number, chooser in enumerate(choosers)}
         for router, device in zip(self._routers, devices, strict=True):
             setattr(router, self._name, self._zeros(1, device))
@@ -103,6 +104,7 @@ class Monitor:
         """Removes the hooks from the model. A forward that is under way is not counted."""
         for hook in self._hooks:
             hook.remove()
+        self._left = self._left or [vars(router).pop(self._name) for router in self._routers]
         self._is_counting, self._mask, self._kept = False, None, []
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
@@ -171,7 +173,8 @@ class Monitor:
         same tokens and count them once each. reset: False goes on counting.
         """
         device = max(self._sums, key=lambda device: device.type != "cpu")  # the model may have moved to a GPU
-        compiled = torch.cat([getattr(router, self._name).to(device) for router in self._routers])
+        held = self._left or [getattr(router, self._name) for router in self._routers]
+        compiled = torch.cat([each.to(device) for each in held])
         parts = torch.cat([compiled, *(each.to(device) for each in self._sums.values())], 1)
         sums, largest = parts.sum(1), parts[..., _LARGEST].amax(1)
         if group is not None:
@@ -180,7 +183,7 @@ class Monitor:
         sums[:, _LARGEST] = largest
         sums = sums.cpu()
         if reset:
-            for each in (*(getattr(router, self._name) for router in self._routers), *self._sums.values()):
+            for each in (*held, *self._sums.values()):
                 each.zero_()
         tokens, counts = sums[:, _TOKENS], sums[:, _COUNTS:].long()
         entropy = sums[:, _ENTROPY] / tokens.clamp(min=1) / math.log(max(2, counts.shape[1]))
