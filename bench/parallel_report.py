@@ -161,7 +161,10 @@ def section(table) -> list[str]:
     found = rows()
     if not found:
         return []
-    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in found))
+    of_commits: dict[str, dict[str, None]] = {}
+    for row in found:
+        of_commits.setdefault(row["commit"], {})[row["case"] if row["what"] == "experts" else "FSDP2"] = None
+    commits = ", ".join(f"`{commit}` ({', '.join(names)})" for commit, names in of_commits.items())
     lines = [
         "",
         "## Several GPUs",
