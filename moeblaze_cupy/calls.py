@@ -103,6 +103,11 @@ class Call:
         # CUDA arrays are CuPy's or torch's.
         return Record(cast(DeviceFramework, self.framework), self.device, plan)
 
+    def known_record(self, plan: Any) -> Record:
+        """Returns the record of a plan that `runtime.cached` keeps. Only its first call compiles the plan's kernels."""
+        key = plan, self.framework, self.device
+        return runtime.find(key) or runtime.keep(key, self.record(plan))
+
     @property
     def limits(self) -> launch_config.DeviceLimits:
         return loader.device_limits(self.device)

@@ -234,18 +234,20 @@ class Torch:
             raise RuntimeError
         torch = sys.modules.get("torch")  # None where the arrays only behave like tensors
         tracked = torch is not None and torch.is_grad_enabled()
-        layouts: list[Any] = []
-        pointers = []
-        for a in given:
-            if a is None:
-                layouts.append(None)
-                pointers.append(0)
-            else:
-                pointer = a.data_ptr()
-                is_there = pointer >= _PAST_OFFSETS or (pointer and not _is_freed(a))
-                start = pointer % ALIGNMENT if is_there else None
-                layouts.append((a.shape, a.stride(), a.dtype, a.device, start, tracked and a.requires_grad))
-                pointers.append(pointer)
+        pointers = [0 if a is None else a.data_ptr() for a in given]
+        layouts = [
+            None
+            if a is None
+            else (
+                a.shape,
+                a.stride(),
+                a.dtype,
+                a.device,
+                pointer % ALIGNMENT if pointer >= _PAST_OFFSETS or (pointer and not _is_freed(a)) else None,
+                tracked and a.requires_grad,
+            )
+            for a, pointer in zip(given, pointers, strict=True)
+        ]
         return tuple(layouts), pointers
 
     @staticmethod

@@ -17,7 +17,7 @@ from moeblaze_cupy.interop.fsdp.memory import Memory
 from moeblaze_cupy.interop.fsdp.private import Group, Parameter, groups_of
 from moeblaze_cupy.interop.fsdp.sums import GradientSums, ShardReducer, can_be_summed
 from moeblaze_cupy.interop.parallel import collectives
-from moeblaze_cupy.interop.parallel.driver import Moment
+from moeblaze_cupy.interop.parallel.driver import Moment, current_stream
 from moeblaze_cupy.interop.parallel.group import reach_each_other, this_gpu
 from moeblaze_cupy.interop.parallel.peers import Peers, others
 
@@ -140,7 +140,7 @@ class ReduceScatter:
             return torch.empty(size, dtype=dtype, device=device)
         self._is_next = False
         if self._done is not None:
-            self._done.wait(torch.cuda.current_stream(device.index))
+            self._done.wait(current_stream(device))
         room: Tensor = self.peers.room("gradients", ((tuple(size), dtype),), device)[0]
         return room
 
@@ -168,4 +168,4 @@ class ReduceScatter:
             parts[self._rank].copy_(own)
             (torch.mean if is_mean else torch.sum)(parts, 0, out=total)
         if input_tensor.is_cuda:
-            self._done = Moment(torch.cuda.current_stream(input_tensor.device.index))
+            self._done = Moment(current_stream(input_tensor.device))

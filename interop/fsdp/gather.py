@@ -11,6 +11,7 @@ import torch
 
 from moeblaze_cupy.interop.fsdp.memory import Memory, Place, Shared, Whole
 from moeblaze_cupy.interop.fsdp.private import Group, Parameter
+from moeblaze_cupy.interop.parallel.driver import current_stream
 from moeblaze_cupy.interop.parallel.peers import Form, others
 from moeblaze_cupy.interop.torch import sums as torch_sums
 
@@ -118,7 +119,7 @@ class Shard:
 
         It runs on the products' stream, which waits for the copies.
         """
-        self.stream = getattr(torch, self.local.device.type).current_stream()
+        self.stream = current_stream(self.local.device)
         self._memory.note_freed(self.stream)
         return (self.made(), self.inner) if out is None else None
 

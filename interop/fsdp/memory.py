@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_cupy.cuda import loader
-from moeblaze_cupy.interop.parallel.driver import Addresses, Moment, Physical, capture_of, granularity
+from moeblaze_cupy.interop.parallel.driver import Addresses, Moment, Physical, capture_of, current_stream, granularity
 from moeblaze_cupy.interop.parallel.pages import Descriptors, Pages
 from moeblaze_cupy.interop.parallel.peers import Form, Peers, PeerTensor, shared_memory
 
@@ -112,7 +112,7 @@ class Memory:
 
     def begin(self, gather: Any, device: torch.device) -> None:
         """Begins an all-gather, on the first stream that it runs on."""
-        stream = self._first = getattr(torch, device.type).current_stream()
+        stream = self._first = current_stream(device)
         self._gathers += 1
         self.note_freed(stream)
         capture = capture_of(stream)
@@ -140,7 +140,7 @@ class Memory:
     def offer(self, own: Tensor, bank: Bank) -> PeerTensor:
         """Waits until all ranks offer an array of the all-gather, and with it what its shards have written."""
         offered = self.peers.offer(f"parameters {self._gathers % 2}", [own], len(own))[0]  # two kinds take turns
-        self._opened, self._last = Moment(getattr(torch, own.device.type).current_stream()), bank
+        self._opened, self._last = Moment(current_stream(own.device)), bank
         return offered
 
     def end(self, device: torch.device, may_change: bool) -> None:
@@ -150,7 +150,7 @@ class Memory:
         """
         if may_change or self._capture:
             self.peers.close()
-        self._ended = self._first, Moment(getattr(torch, device.type).current_stream())
+        self._ended = self._first, Moment(current_stream(device))
 
     def _is_held(self, bank: Bank, gather: Any) -> bool:
         """Returns whether another module holds the bank."""
@@ -284,7 +284,7 @@ class Whole:
 
 def is_captured(device: torch.device) -> bool:
     """Returns whether work on the current stream becomes part of a CUDA graph."""
-    return bool(capture_of(getattr(torch, device.type).current_stream()))
+    return bool(capture_of(current_stream(device)))
 
 
 def changed_in_a_graph() -> RuntimeError:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moeblaze_cupy import checks
+from moeblaze_cupy.interop.parallel.driver import current_stream
 
 Tensor = torch.Tensor
 
@@ -140,7 +141,7 @@ class Group:
     def wait_for_reduction(self, device: torch.device) -> None:
         """Makes the current stream wait for the last reduction of another backward."""
         if self._of._post_reduce_event is not None:
-            getattr(torch, device.type).current_stream().wait_event(self._of._post_reduce_event)
+            current_stream(device).wait_event(self._of._post_reduce_event)
 
 
 def groups_of(module: Any, function: str) -> list[Group]:

@@ -12,7 +12,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.interop.fsdp.private import Group, Parameter
-from moeblaze_cupy.interop.parallel.driver import capture_of
+from moeblaze_cupy.interop.parallel.driver import capture_of, current_stream
 from moeblaze_cupy.interop.parallel.peers import Peers, others
 from moeblaze_cupy.layer import backward_api as backward
 
@@ -51,7 +51,7 @@ class GradientSums:
             for weight, *_ in weights.values()
         )
         arrays = [self.peers.arrays(of_turn, forms, device) for of_turn in kinds]  # all are made in the first step
-        capture = capture_of(getattr(torch, device.type).current_stream())
+        capture = capture_of(current_stream(device))
         if capture != self._capture:  # a replay, or an eager step after some, may have the turn of the sums before it
             self._capture = capture
             self.peers.meet()

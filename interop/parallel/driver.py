@@ -151,6 +151,11 @@ def _free(start: int, nbytes: int, mapped: list[bool], device: int) -> None:
     _call("cuMemAddressFree", start, len(mapped) * nbytes)
 
 
+def current_stream(device: torch.device) -> Any:
+    """Returns torch's current stream of a device. torch asks the driver, several times, unless it has the index."""
+    return getattr(torch, device.type).current_stream(device.index)
+
+
 def capture_of(stream: Any) -> int:
     """Returns the number of the capture in a CUDA graph that a stream of torch is in; 0 without one."""
     handle = getattr(stream, "cuda_stream", 0)

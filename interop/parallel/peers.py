@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moeblaze_cupy.interop.parallel.driver import capture_of
+from moeblaze_cupy.interop.parallel.driver import capture_of, current_stream
 from moeblaze_cupy.interop.parallel.private import symmetric_memory
 from moeblaze_cupy.rows.api import PeerArray
 
@@ -101,7 +101,7 @@ class Peers:
         if self._beside is None:
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
         beside = self._beside
-        beside.wait_stream(torch.cuda.current_stream(device.index))  # torch takes longer for a device than for an index
+        beside.wait_stream(current_stream(device))
         with torch.cuda.stream(beside):
             for to, source in pairs:
                 to.copy_(source)
@@ -110,7 +110,7 @@ class Peers:
 
     def _wait_for_copies(self) -> None:
         assert self._beside is not None
-        torch.cuda.current_stream(self._beside.device.index).wait_stream(self._beside)
+        current_stream(self._beside.device).wait_stream(self._beside)
         self._copying = False
 
     def by_rank(self, rows: Tensor, each: int) -> PeerArray:
@@ -139,7 +139,7 @@ class Peers:
 
         It does not wait across a capture in a CUDA graph, which `torch.cuda.graph` begins when the GPU is idle.
         """
-        stream, before = getattr(torch, device.type).current_stream(), self._stream
+        stream, before = current_stream(device), self._stream
         if before is not None and before != stream and capture_of(before) == capture_of(stream):
             stream.wait_event(before.record_event())
         self._stream = stream

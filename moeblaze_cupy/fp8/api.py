@@ -48,7 +48,7 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
         return _on_cpu(call, tuple(name for name in named if name != "w2"), out, gate_up)
     steps = quantize.configure(tuple(a.layout for a in parts), of_w2.layout, gate_up == "interleaved")
     with current_device(call.device):
-        run = Runtime.current(call.record(steps).framework, call.device)
+        run = Runtime.current(call.known_record(steps).framework, call.device)
         made, addresses = given, [call.described[f"out.{name}"].ptr for name in FIELDS] if given else []
         if out is None:
             buffers = [run.empty(shape, e4m3 if name in E4M3 else "float32") for name, shape in wanted.items()]

@@ -249,7 +249,7 @@ def moe_backward_weights(
         return _exported(call.export, accumulate, host)
     accumulated = tuple((name, tuple(call.described[n].layout for n in names)) for name, names in buffers.items())
     steps, addresses = _configured(call, pending, in_memory, needs, Totals(accumulated))
-    record, describe = call.record(steps), call.framework.describe
+    record, describe = call.known_record(steps), call.framework.describe
     with current_device(record.device):
         grads = weight_gradients.moe_backward_weights(
             Runtime.current(record.framework, record.device),
@@ -319,7 +319,7 @@ def summed_weights(
     for name in needs:
         places = {rank: describe(array).ptr for rank, array in at[name].items()}
         to[name] = weight_gradients.OfRanks(sums[name].ptr, describe(others[name]).ptr, places)
-    record = call.record(steps)
+    record = call.known_record(steps)
     pending.consumed = True
     with current_device(record.device):
         run = Runtime.current(record.framework, record.device)

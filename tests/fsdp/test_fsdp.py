@@ -85,7 +85,7 @@ def streams(monkeypatch):
     products, beside = Stream("products"), Stream("beside")
     monkeypatch.setattr(torch.cpu, "Stream", Stream)
     monkeypatch.setattr(torch.cpu, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cpu, "current_stream", lambda: Stream.current)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device: Stream.current)
     return products, beside
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
+from moeblaze_cupy.cuda import loader
 from tests.cases import Case, make_ids, make_inputs
 from tests.layer.test_device_code import ALIGNED, DTYPES, UNALIGNED, Layer, differences, dispatch_limits, emulated
 from tests.layer.test_max_slots import LISTS, slots_that_fit
@@ -87,6 +88,20 @@ def test_halves_of_backward(tier, save, keep_saved):
         device.synchronize()
         halves = {"out": out, "x": first.x, "weights": first.weights, "w1": second.w1, "w2": second.w2}
     assert not differences(whole, halves)
+
+
+def test_a_further_step_in_halves_looks_for_no_kernels():
+    """To go through a plan's launches takes a tenth of the host's time of such a step."""
+    steps = []
+    with emulated() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "compile_ahead", lambda device, variants: steps[-1].append(len(list(variants))))
+        layer = Layer(device, make_inputs(ALIGNED, 0, DTYPES["bfloat16"]))
+        for _ in range(3):
+            steps.append([])
+            _, saved = layer.forward("minimal")
+            mb.moe_backward_weights(mb.moe_backward_data(layer.on_device[5], saved)[1])
+        device.synchronize()
+    assert len(steps[0]) == 3 and all(steps[0]) and steps[1:] == [[], []]
 
 
 @pytest.mark.parametrize("offset", [0, 1])

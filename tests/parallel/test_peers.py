@@ -86,8 +86,9 @@ def beside(monkeypatch):
         def wait_stream(self, other):
             waits.append((self.name, other.name))
 
+    plain = Stream("plain")
     monkeypatch.setattr(peers.torch.cuda, "Stream", lambda device: Stream("beside"))
-    monkeypatch.setattr(peers.torch.cuda, "current_stream", lambda device: Stream("plain"))
+    monkeypatch.setattr(peers, "current_stream", lambda device: plain)
     monkeypatch.setattr(peers.torch.cuda, "stream", lambda stream: nullcontext())
     return waits
 
@@ -155,7 +156,7 @@ def test_a_call_on_another_stream_waits_for_the_one_before(log, monkeypatch):
 
     def on(name, call):
         waits.clear()
-        monkeypatch.setattr(torch.cpu, "current_stream", lambda: streams[name])
+        monkeypatch.setattr(torch.cpu, "current_stream", lambda device: streams[name])
         call()
         return list(waits)
 
