@@ -7,7 +7,8 @@ import numpy as np
 
 HostArray = np.ndarray[Any, Any]
 
-ROWS = 32  # of a block of `product_of_rows`
+# Rows of a block of `product_of_rows`. Kernels of OpenBLAS treat 8 rows alike; those for AVX2 alone do not treat 32 so.
+ROWS = 8
 
 
 def compute_dtype(array: HostArray) -> np.dtype[Any]:
@@ -21,7 +22,8 @@ def cast(array: HostArray, dtype: Any) -> HostArray:
 def product_of_rows(rows: HostArray, weight: HostArray) -> HostArray:
     """Returns rows (n, K) times weight (K, N), whose bits for a row depend on no other row.
 
-    A BLAS adds in an order that depends on the number of rows, so it gets blocks of one size, filled up with zeros.
+    A BLAS adds in an order that depends on the number of rows, and on a row's place among many. So it gets small blocks
+    of one size, filled up with zeros.
     """
     blocks = -(-len(rows) // ROWS)
     filled = np.zeros((blocks * ROWS, rows.shape[1]), rows.dtype)

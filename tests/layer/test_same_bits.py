@@ -196,7 +196,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_another_order_of_slots_gives_other_bits(device, dtype):
     """The comparison sees a sum in another order. On a GPU float32 holds the gradients' sums of fp16 rows exactly."""
     torch.manual_seed(0)
-    shape = CPU if device == "cpu" else SHAPES["square tiles"]
+    # A change of float32's last bit changes one of 2^16 numbers in bf16, of which these are 2^20.
+    shape = CPU._replace(tokens=2**14) if device == "cpu" else SHAPES["square tiles"]
     with torch.device(device):
         weights, options = layer_of(shape, dtype)
         tokens = tokens_of(shape, dtype)
