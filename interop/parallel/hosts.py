@@ -21,8 +21,9 @@ from moeblaze_cupy.interop.parallel.collectives import Pending, PendingHeaders, 
 CALL_BITS = 16  # the lowest bits of a word
 LINE_WORDS = 8  # words of a cache line; no two ranks write to one
 GAVE_UP = -1  # the mark that replaces a rank's first word
-# time.sleep takes 70 us at least, because the kernel joins timers that are 50 us apart. A shorter wait does not sleep.
-SPIN_S = 2e-4
+# Hosts are often a millisecond apart. time.sleep takes 70 us at least, because the kernel joins timers that are 50 us
+# apart, so a step that the host bounds would take as much longer. A shorter wait does not sleep.
+SPIN_S = 2e-3
 LONGEST_SLEEP_S = 1e-3
 LOOK_S = 1.0  # time between two looks for ranks that have ended
 _hosts: dict[Any, "HostMemory | HostGloo"] = {}  # connections by process group
