@@ -25,7 +25,8 @@ RATIOS = """The largest error among this package's policies and tiers over that 
 experts (a loop over the experts that adds results in bf16). Both errors are means over the seeds. Norm: as above.
 Largest row: the largest such quotient of a row (a token, an input channel of w1, a hidden unit of w2) whose reference
 is not zero. Rows of gradients of router weights and logits nearly cancel, so there the quotient that 99.9% of rows stay
-below says more. An error counts as larger if its mean is above the largest of torch's over the seeds."""
+below says more. An error counts as larger if its mean is above the largest of torch's over the seeds. Cells are the
+least and the greatest of {}."""
 
 Errors = dict[str, dict[str, list[float]]]  # by tensor and measure, a value per seed
 
@@ -58,13 +59,18 @@ def errors_by_provider(records: Iterable[dict]) -> dict[tuple[str, str], dict[st
     return found
 
 
+def _size(value: float) -> tuple[bool, float]:
+    """For which a NaN is the largest."""
+    return value != value, value
+
+
 def compare(providers: dict[str, Errors], tensor: str, measure: str, beside: str = BASELINE):
     """(ratio, whether it is no larger): the largest of this package's means over `beside`'s, None without both."""
     ours = [mean(errors[tensor][measure]) for name, errors in providers.items() if is_ours(name)]
     if not ours or beside not in providers:
         return None
     theirs = providers[beside][tensor][measure]
-    worst = max(ours, key=lambda value: (value != value, value))  # a NaN is the largest
+    worst = max(ours, key=_size)
     ratio = worst / mean(theirs) if mean(theirs) else float("nan" if worst else 1)
     return ratio, worst <= max(theirs)
 
@@ -81,6 +87,31 @@ def ratio_rows(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str
             verdict = f"larger: {', '.join(larger)}" if larger else "no larger"
             ratios = [f"{ratio:.3f}" for ratio, _ in compared.values()]
             lines.append([f"{case}, {data}", words, *ratios, verdict])
+    return lines
+
+
+def _span(ratios: list[float]) -> str:
+    least, greatest = min(ratios, key=_size), max(ratios, key=_size)
+    return f"{least:.3f}" if least == greatest else f"{least:.3f} to {greatest:.3f}"
+
+
+def rows_over_cases(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str]]:
+    """A row per data and measure: the cases' ratios of every tensor, and where they are larger than torch's."""
+    lines = []
+    for data in dict.fromkeys(data for _, data in found):
+        for measure, words in MEASURES.items():
+            by_case = {
+                case: {tensor: compare(providers, tensor, measure) for tensor in RESULTS}
+                for (case, of), providers in found.items()
+                if of == data
+            }
+            by_case = {case: compared for case, compared in by_case.items() if None not in compared.values()}
+            if not by_case:
+                continue
+            larger = {t: [case for case, compared in by_case.items() if not compared[t][1]] for t in RESULTS}
+            told = [f"{tensor} ({', '.join(cases)})" for tensor, cases in larger.items() if cases]
+            ratios = [_span([compared[tensor][0] for compared in by_case.values()]) for tensor in RESULTS]
+            lines.append([data, words, *ratios, f"larger: {', '.join(told)}" if told else "no larger"])
     return lines
 
 
@@ -147,6 +178,8 @@ def section(records: Iterable[dict]) -> list[str]:
     if not found:
         return []
     lines = ["", HEADING, "", INTRODUCTION]
-    if ratios := ratio_rows(found):
-        lines += ["", RATIOS, *_markdown(RATIO_HEAD, ratios), *beside_others(found)]
+    if ratios := rows_over_cases(found):
+        head = ["data", *RATIO_HEAD[1:]]
+        cases = ", ".join(dict.fromkeys(case for case, _ in found))
+        lines += ["", RATIOS.format(cases), *_markdown(head, ratios), *beside_others(found)]
     return lines

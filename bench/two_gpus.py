@@ -5,15 +5,21 @@ bench.fp8.
 """
 
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench import cases, fp8_report, other_gpus, transformers_report
+from bench import accuracy_report, cases, fp8_report, other_gpus, transformers_report
 from bench.recorded import Records
-from bench.table import PASSES, span
+from bench.table import span
 
 Figures = dict[str, dict[tuple, float]]  # by what they say, then by case and kernel or pass
-ABOUT = "Each cell is the least to the greatest of the rows that both GPUs have, of the newest record of each."
+SELECTIONS = (
+    *("position", "choice", "weights", "priority", "expert_choice", "round_tokens"),
+    *("tokens_per_expert", "quantile_histogram"),
+)
+SKEWED = f"{other_gpus.SHOWN[1]}_ratio"
+ABOUT = "Cells are the least to the greatest of the rows that both GPUs have."
 
 
 def _bound(records: Records, group: str, chosen: Callable[[dict], bool] = lambda row: True) -> dict[tuple, float]:
@@ -25,24 +31,53 @@ def _bound(records: Records, group: str, chosen: Callable[[dict], bool] = lambda
     }
 
 
+def _peaks(records: Records) -> dict[tuple, float]:
+    """Of `grouped_mm` over this package's, by case."""
+    peaks = {(row["case"], row["provider"]): row["peak_mib"] for row in records.rows("memory") if "peak_mib" in row}
+    both = {case for case, provider in peaks if provider == "moeblaze" and (case, other_gpus.PEER) in peaks}
+    return {(case,): peaks[case, other_gpus.PEER] / peaks[case, "moeblaze"] for case in both}
+
+
+def _errors(records: Records) -> dict[tuple, float]:
+    """The norms of this package's errors, in thousandths, as means over the seeds."""
+    found = accuracy_report.errors_by_provider(records.by_name.values())
+    return {
+        (case, data, provider, tensor): 1e3 * statistics.mean(errors[tensor]["norm"])
+        for (case, data), providers in found.items()
+        for provider, errors in providers.items()
+        if accuracy_report.is_ours(provider)
+        for tensor in accuracy_report.RESULTS
+    }
+
+
 def figures(records: Records, fp8: Path) -> Figures:
     """All that this table may show, of records of one GPU; fp8 is the file that bench.fp8 wrote."""
-    skewed = [row for row in records.rows("layer") if row["routing"] == "skewed" and row["provider"] == "moeblaze"]
-    of_fp8 = fp8_report.by_case(fp8).items()
+    of_fp8 = fp8_report.by_case(fp8, needed=fp8_report.PASSES).items()
     steps = transformers_report.steps(list(records.by_name.values()))
+    ours_of_pairs = [row for row in records.rows("selection") if row["provider"] in SELECTIONS and "times_bound" in row]
+    activations = [row for row in records.rows("experts") if "back_to_back_times_base" in row]
     return {
         "a product of the experts, times cuBLAS's": _bound(records, "grouped_gemm", lambda r: r["rows"] == "gathered"),
-        "skewed over random routing": {
-            (row["case"], what): row[what] / row[f"{what}_random"]
-            for row in skewed
-            for what in PASSES
-            if f"{what}_random" in row
+        "training pass with skewed routing, times its products in cuBLAS": {
+            (row["case"],): row[SKEWED]
+            for row in records.rows("layer")
+            if row["routing"] == "skewed" and row["provider"] == "moeblaze" and row["order"] != "row" and SKEWED in row
+        },
+        "peak of grouped_mm, times this layer's": _peaks(records),
+        "error of a result against float64, thousandths": _errors(records),
+        "layer with another activation, biases or interleaved columns, times swiglu or relu": {
+            tuple(row[name] for name in ("case", "provider", "pass")): row["back_to_back_times_base"]
+            for row in activations
         },
         "forward of 16 to 1,024 tokens, times reading the weights": _bound(records, "small_batch"),
         "dispatch of a million tokens, times a copy": _bound(
             records, "dispatch", lambda r: r["case"] in cases.GROUPS["table3"]
         ),
         "aggregation, times a copy": _bound(records, "aggregation"),
+        "router, times a copy": _bound(records, "router"),
+        "selection of pairs, times its bound": {
+            tuple(row[name] for name in ("case", "provider", "pass")): row["times_bound"] for row in ours_of_pairs
+        },
         "step of a model, times the speed of grouped_mm": {
             key: ours["tokens_per_second"] / base["tokens_per_second"] for key, (ours, base) in steps.items()
         },
@@ -61,12 +96,13 @@ def figures(records: Records, fp8: Path) -> Figures:
     }
 
 
-def _sources(records: Records, fp8: Path) -> str:
-    """The GPUs and commits of these records."""
+def _gpus(records: Records) -> str:
+    return " and ".join(dict.fromkeys(record["machine_info"]["gpu"] for record in records.by_name.values()))
+
+
+def _commits(records: Records, fp8: Path) -> str:
     found = list(records.by_name.values()) + ([json.loads(fp8.read_text())] if fp8.is_file() else [])
-    gpus = dict.fromkeys(record["machine_info"]["gpu"] for record in found)
-    commits = dict.fromkeys(record["commit_info"]["id"] for record in found)
-    return f"{' and '.join(gpus)}, commits {', '.join(f'`{commit}`' for commit in commits)}"
+    return ", ".join(dict.fromkeys(f"`{record['commit_info']['id']}`" for record in found))
 
 
 def section(
@@ -74,7 +110,7 @@ def section(
 ) -> list[str]:
     """Lines of docs/results.md for each GPU that has a row of `main`'s, too; none without one."""
     lines = []
-    ours = figures(main, fp8_report.RECORD)
+    ours = figures(main, fp8_report.LONG_RECORD)
     for path in sorted(path for path in folder.glob("*") if path.is_dir()):
         fp8 = path / "fp8.json"
         others = Records.load(path, ("fp8",))
@@ -83,6 +119,6 @@ def section(
             if both := ours[words].keys() & of_other.keys():
                 made.append([words, str(len(both)), *(span(of[key] for key in both) for of in (ours[words], of_other))])
         if made:
-            lines += ["", f"{_sources(main, fp8_report.RECORD)}; {_sources(others, fp8)}."]
+            lines += ["", f"{_gpus(main)}, of the records below; {_gpus(others)}, commits {_commits(others, fp8)}."]
             lines += table(["figure", "rows", "the former", "the latter"], made)
     return ["", "### Other suites on two GPUs", "", ABOUT, *lines] if lines else []
