@@ -423,8 +423,8 @@ def work_of_rank(args):
             of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone, args.fp8, args.graphs)
         rows += with_efficiency(of_case)
         if rank == 0:  # what there is, should the run be cut
-            record = {"environment": facts, "commit": args.commit, "rows": rows}
-            Path(args.result).write_text(json.dumps(record, indent=1))
+            record = {"environment": facts, "commit": args.commit or measure.commit(), "rows": rows}
+            measure.write_record(record, args.result)
             print("\n".join(table(of_case)[bool(len(rows) - len(of_case)) :]), flush=True)
     dist.barrier()
     os._exit(0)  # NCCL's groups take long to end
@@ -441,7 +441,7 @@ def main():
     parser.add_argument("--plain", action="store_true", help='add route "pull" without copies beside products')
     parser.add_argument("--fp8", action="store_true", help='add precision="fp8", with what travels in bf16 and e4m3')
     parser.add_argument("--graphs", action="store_true", help="add replays of CUDA graphs")
-    parser.add_argument("--commit", default="", help="commit to write into the record")
+    parser.add_argument("--commit", default="", help="commit to write into the record (git's)")
     parser.add_argument("--out", help="write the record there, as JSON")
     for name in ("--rank", "--world"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)

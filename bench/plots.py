@@ -320,11 +320,12 @@ def parallel(records: Records) -> Figure | None:
         "pull": (f"{OURS}", *STYLES["moeblaze"]),
         parallel_report.PEER: ("torch functions in torchtitan's order", *STYLES["torch_grouped_mm"]),
     }
-    of_fsdp = {
-        "FSDP2, copy engines, stored by products; in a CUDA graph": ("copy engines, CUDA graph", "#0b5394", "o"),
-        "FSDP2, copy engines, stored by products": ("copy engines", "#6fa8dc", "v"),
-        "FSDP2, NCCL, float32": ("NCCL", "#a3a3a3", "s"),
+    ways = {
+        f"{parallel_report.STORED}-graph": ("copy engines, CUDA graph", "#0b5394", "o"),
+        parallel_report.STORED: ("copy engines", "#6fa8dc", "v"),
+        "moeblaze": ("NCCL", "#a3a3a3", "s"),
     }
+    of_fsdp = {f"FSDP2, {parallel_report.FSDP_TITLES[way]}": style for way, style in ways.items()}
     panels = (("Experts spread over the GPUs", of_experts), (f"FSDP2, 4 layers of {OURS}", of_fsdp))
     names = [name for name in cases.LAYERS if name in by_case]
     figure, both = plt.subplots(

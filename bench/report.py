@@ -67,13 +67,14 @@ def sources(records: Records) -> list[str]:
         versions = (f"{n} {machine[n]}" for n in ("torch", "triton", "cupy") if machine.get(n))
         about[name] = ", ".join([gpu, *versions])
     most, _ = Counter(about.values()).most_common(1)[0] if about else ("", 0)
-    rows = []
+    by_commit: dict[tuple[str, str], list[str]] = {}
     for name, record in records.by_name.items():
         own = [] if about[name] == most else [about[name]]
         own += [f"{n} {v}" for n, v in record["machine_info"].get("peers", {}).items()]
         commit = f"`{record['commit_info']['id']}`"
-        rows.append([f"`{name}.json`", record["datetime"][:10], commit, ", ".join(own) or "-"])
-    lines = table(["record", "date", "commit", "beside these"], rows)
+        by_commit.setdefault((commit, ", ".join(own) or "-"), []).append(f"`{name}.json`")
+    rows = [[commit, ", ".join(names), own] for (commit, own), names in by_commit.items()]
+    lines = table(["commit", "records", "beside these"], rows)
     notes = [f"`{name}.json`: {record['note']}\n" for name, record in records.by_name.items() if "note" in record]
     return ["", f"Records are of {most}, unless they say otherwise.", *lines, *notes]
 
@@ -168,21 +169,15 @@ def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], l
     return entries, providers, [name for name in cases.LAYERS if any(key[0] == name for key in entries)]
 
 
-def power_section(records: Records) -> list[str]:
-    """W drawn by calls back to back, forward and with backward, of the cases in which one draws less than 95% of the
-    card's limit."""
-    limits = [float(r["machine_info"].get("power_limit_w", 0)) for r in records.by_name.values()]
-    least = 0.95 * max(limits, default=0)
-    entries, shown, named = _with(records, "forward_watts")
-    rows = []
-    for case in named:
-        of_case = [entries.get((case, name), {}) for name in shown]
-        watts = [[entry.get(f"{what}_watts") for what in ("forward", "forward_backward")] for entry in of_case]
-        if least and all(w >= least for pair in watts for w in pair if w):
-            continue
-        pairs = (" / ".join(f"{w:.0f}" if w else "-" for w in pair) if any(pair) else "-" for pair in watts)
-        rows.append([case, *pairs])
-    return table(["case", *map(title, shown)], rows) if rows else []
+def power(records: Records) -> list[str]:
+    """What this package's layers draw in calls back to back, of all cases in which it was measured."""
+    entries, *_ = _with(records, "forward_watts")
+    ours = [entry for (_, name), entry in entries.items() if name == "moeblaze"]
+    watts = [entry[f"{what}_watts"] for entry in ours for what in PASSES[:2] if f"{what}_watts" in entry]
+    if not watts:
+        return []
+    drawn = f"{min(watts):.0f} to {max(watts):.0f} W (NVML, {len(ours)} cases)"
+    return ["", f"Called back to back for a second this layer draws {drawn}."]
 
 
 def error_section(records: Records) -> list[str]:
@@ -400,7 +395,8 @@ INTRODUCTION = """How to read the tables:
 - `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`)
   with their former tiles.
 - Weights are in transformers' memory order, unless a column says row-major. The router is not in a layer's time.
-- Times are medians of device time. Ratios compare rows of one run. The bound shown is that of moeblaze's run.
+- Times are medians of device time. Ratios compare rows of one run, or of two runs times over their own bounds. The
+  bound shown is that of moeblaze's run.
 - "Back to back" is the mean of calls that are enqueued without waiting. Table 2, skewed routing and the ablation are of
   single calls: the benchmark records two events and waits, so the time includes the host's share.
 - Saved is what is kept for backward. The peak is that of the pass. Parameters, gradients and x are in neither.
@@ -422,8 +418,6 @@ DeepGEMM has no layer to train. Of Megatron-Core only its experts without Transf
 (`bench/records/megatron/`)."""
 PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
 other's."""
-POWER = """NVML's mean over the second of calls. Cases in which all draw at least 95% of the card's limit are left out:
-there the ratio of two times is the ratio of their energies."""
 PROVENANCE = """`python -m bench.report` writes this page from the records in `bench/records/`. `bench/README.md` says
 how they are made."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all experts get equally many slots. Both
@@ -441,6 +435,7 @@ def results(records: Records) -> str:
     lines += layer_section(records, "forward_back_to_back", "Forward")
     lines += ["", MARIN] * ("marin" in {entry["case"] for entry in records.layers()})
     lines += single_calls(records)
+    lines += power(records)
     lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
     lines += ["", "![Memory kept for backward and at the peak](memory.svg)", *layer_memory(records)]
     lines += ["The last column is by formula, for a layer that recomputes nothing."]
@@ -450,8 +445,6 @@ def results(records: Records) -> str:
         lines += ["", "### Table 2: forward and backward, time, and memory saved / peak", *table2]
     if peers := peer_section(records):
         lines += ["", "### Other layers in the same run", "", PEERS, *peers, "", NO_ROWS]
-    if power := power_section(records):
-        lines += ["", "### Power of calls back to back, forward / forward and backward, W", "", POWER, *power]
     if errors := error_section(records):
         lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
     lines += accuracy_report.section(records.by_name.values())

@@ -128,7 +128,7 @@ def readme(records: Records) -> str:
             "",
             *ABOUT.splitlines(),
             f"With their former tiles the portable kernels, for other cards than Hopper, took {slower} times as long",
-            f"as Hopper's on the same H200, and `grouped_mm` {torchs} times as long as they ({len(portable)} shapes).",
+            f"as Hopper's on an H200, and `grouped_mm` {torchs} times as long as they ({len(portable)} shapes).",
             f"The present tiles take {portable_tiles()}.",
             "[All results](docs/results.md) name the commit of each record.",
         ]
@@ -158,7 +158,7 @@ def overview(records: Records) -> list[str]:
     ratios = [ratio for found in _ratios(records, "moeblaze", BACK_TO_BACK[1]).values() for ratio in found]
     bound = [
         f"Bound: a training pass takes {span(ratios)} times as long as the layer's matrix products alone in cuBLAS,",
-        "in either memory order of the weights.",
+        "in either memory order of the weights where both ran.",
     ]
     points = [
         bound if ratios else [],

@@ -19,7 +19,9 @@ SELECTIONS = (
     *("tokens_per_expert", "quantile_histogram"),
 )
 SKEWED = f"{other_gpus.SHOWN[1]}_ratio"
-ABOUT = "Cells are the least to the greatest of the rows that both GPUs have."
+ABOUT = (
+    "Cells are the least to the greatest of the rows that both kinds of GPU have: fewer than above, of other commits."
+)
 
 
 def _bound(records: Records, group: str, chosen: Callable[[dict], bool] = lambda row: True) -> dict[tuple, float]:
@@ -54,29 +56,33 @@ def figures(records: Records, fp8: Path) -> Figures:
     """All that this table may show, of records of one GPU; fp8 is the file that bench.fp8 wrote."""
     of_fp8 = fp8_report.by_case(fp8, needed=fp8_report.PASSES).items()
     steps = transformers_report.steps(list(records.by_name.values()))
-    ours_of_pairs = [row for row in records.rows("selection") if row["provider"] in SELECTIONS and "times_bound" in row]
+    selections = [row for row in records.rows("selection") if row["provider"] in SELECTIONS and row["pass"] != "layer"]
     activations = [row for row in records.rows("experts") if "back_to_back_times_base" in row]
     return {
-        "a product of the experts, times cuBLAS's": _bound(records, "grouped_gemm", lambda r: r["rows"] == "gathered"),
+        "product of the experts with gather, epilogue and sums, times cuBLAS's": _bound(
+            records, "grouped_gemm", lambda r: r["rows"] == "gathered"
+        ),
         "training pass with skewed routing, times its products in cuBLAS": {
             (row["case"],): row[SKEWED]
             for row in records.rows("layer")
             if row["routing"] == "skewed" and row["provider"] == "moeblaze" and row["order"] != "row" and SKEWED in row
         },
-        "peak of grouped_mm, times this layer's": _peaks(records),
+        "the paper's layers: peak of grouped_mm, times this layer's": _peaks(records),
         "error of a result against float64, thousandths": _errors(records),
-        "layer with another activation, biases or interleaved columns, times swiglu or relu": {
+        "gpt-oss-20b's layer: another activation, biases or interleaved columns, times swiglu or relu": {
             tuple(row[name] for name in ("case", "provider", "pass")): row["back_to_back_times_base"]
             for row in activations
         },
-        "forward of 16 to 1,024 tokens, times reading the weights": _bound(records, "small_batch"),
+        "Qwen3-30B-A3B's layer: forward of 16 to 1,024 tokens, times reading the weights": _bound(
+            records, "small_batch"
+        ),
         "dispatch of a million tokens, times a copy": _bound(
             records, "dispatch", lambda r: r["case"] in cases.GROUPS["table3"]
         ),
         "aggregation, times a copy": _bound(records, "aggregation"),
-        "router, times a copy": _bound(records, "router"),
-        "selection of pairs, times its bound": {
-            tuple(row[name] for name in ("case", "provider", "pass")): row["times_bound"] for row in ours_of_pairs
+        "router, forward or backward, times a copy": _bound(records, "router"),
+        "selection of pairs, times a copy or index lists": {
+            tuple(row[name] for name in ("case", "provider", "pass")): row["times_bound"] for row in selections
         },
         "step of a model, times the speed of grouped_mm": {
             key: ours["tokens_per_second"] / base["tokens_per_second"] for key, (ours, base) in steps.items()
@@ -119,6 +125,6 @@ def section(
             if both := ours[words].keys() & of_other.keys():
                 made.append([words, str(len(both)), *(span(of[key] for key in both) for of in (ours[words], of_other))])
         if made:
-            lines += ["", f"{_gpus(main)}, of the records below; {_gpus(others)}, commits {_commits(others, fp8)}."]
-            lines += table(["figure", "rows", "the former", "the latter"], made)
-    return ["", "### Other suites on two GPUs", "", ABOUT, *lines] if lines else []
+            lines += ["", f"{_gpus(main)}, records below, of fp8 above; {_gpus(others)}, {_commits(others, fp8)}."]
+            lines += table(["figure", "rows", _gpus(main), _gpus(others)], made)
+    return ["", "### Other suites on two kinds of GPU", "", ABOUT, *lines] if lines else []

@@ -313,21 +313,21 @@ def test_the_worst_of_this_package_is_compared_with_torchs_spread():
     assert accuracy_report.compare(providers_of_case, "w2", "row") == (pytest.approx(1.21 / 1.1), False)
     assert accuracy_report.compare(providers_of_case, "w2", "row", "sonicmoe") is None
     text = "\n".join(accuracy_report.section([{"benchmarks": rows}]))
-    assert "| larger: w2 (conf5) |" in text and "no larger |" not in text
+    assert "| larger: w2 (conf5 1.100) |" in text and "no larger |" not in text
 
 
 def test_a_nan_of_one_tier_is_larger():
     rows = [row_of("conf5", "torch_eager", 0, 1.0), row_of("conf5", "moeblaze", 0, 0.5)]
     rows.append(row_of("conf5", "moeblaze_sm80", 0, 0.5, logits=math.nan))
     text = "\n".join(accuracy_report.section([json.loads(json.dumps({"benchmarks": rows}))]))
-    assert text.count("| larger: logits (conf5) |") == len(accuracy_report.MEASURES)
+    assert text.count("| larger: logits (conf5 nan) |") == len(accuracy_report.MEASURES)
 
 
 def test_cases_share_a_row():
     rows = [row_of(case, "torch_eager", 0, 1.0) for case in ("conf5", "olmoe")]
     rows += [row_of("conf5", "moeblaze", 0, 0.5, x=1.5), row_of("olmoe", "moeblaze", 0, 0.75, x=0.25, w2=2.0)]
     found = accuracy_report.rows_over_cases(accuracy_report.errors_by_provider([{"benchmarks": rows}]))
-    told = "larger: x (conf5), w2 (olmoe)"
+    told = "larger: x (conf5 1.500), w2 (olmoe 2.000)"
     same = ["0.500 to 0.750"] * 3
     assert found == [
         ["trained", words, "0.500 to 0.750", "0.250 to 1.500", *same, "0.500 to 2.000", told]

@@ -589,7 +589,7 @@ def test_every_suite_has_its_section():
     text = report.results(Records({"full": record}))
     for heading in ("Forward, calls", "Forward and backward, calls", "Figures 3 and 5", "Table 2:", "Products of",
                     "7.3", "Aggregation", "Router", "Tables 4 and 5", "back to back", "Errors against",
-                    "Skewed routing", "Small batches", "Other layers", "Power of calls"):  # fmt: skip
+                    "Skewed routing", "Small batches", "Other layers"):  # fmt: skip
         assert re.search(rf"^##+ .*{re.escape(heading)}", text, re.MULTILINE), heading
     numbers = {number.replace(",", "") for number in NUMBER.findall(text)}
     for row in record["benchmarks"]:
@@ -600,7 +600,7 @@ def test_every_suite_has_its_section():
         if row["group"] == "dispatch" and cases.DISPATCHES[extra["case"]].routing != "random":
             continue  # the page has their least and greatest
         for name in ("saved_mib", "peak_mib", "back_to_back_ms", "back_to_back_w"):
-            if name in extra:
+            if name in extra and (name != "back_to_back_w" or extra["provider"] == "moeblaze"):
                 assert str(extra[name]) in numbers, row
         if extra["provider"] in ("moeblaze", "torch_grouped_mm"):  # of one layer, so the least and the greatest
             assert {f"{1e3 * error:.2f}" for error in extra.get("errors", {}).values()} <= numbers, row
@@ -671,11 +671,12 @@ def test_other_suites_of_two_gpus_stand_side_by_side(tmp_path, records):
     }
     (folder / "fp8.json").write_text(json.dumps(fp8 | about))
     text = "\n".join(two_gpus.section(report.table, records, tmp_path))
+    assert "| figure | rows | NVIDIA H200 | another GPU |" in text
     least, most = min(times.values()), max(times.values())
     cells = f"{least:.2f} to {most:.2f} | {1.5 * least:.2f} to {1.5 * most:.2f}"
     assert f"| dispatch of a million tokens, times a copy | 2 | {cells} |" in text
     for words, what in (("forward", "forward"), ("training pass", "forward + backward")):
         one = f"{speeds[what]:.2f} to {speeds[what]:.2f}"
         assert f"| {words} in fp8, times the speed of bf16 | 1 | {one} | {one} |" in text
-    assert "another GPU, commits `other12`." in text
+    assert "another GPU, `other12`." in text
     assert text.count("\n| ") == 5  # a head, dispatch, and three passes in fp8
