@@ -125,6 +125,7 @@ def section(
             if both := ours[words].keys() & of_other.keys():
                 made.append([words, str(len(both)), *(span(of[key] for key in both) for of in (ours[words], of_other))])
         if made:
-            lines += ["", f"{_gpus(main)}, records below, of fp8 above; {_gpus(others)}, {_commits(others, fp8)}."]
+            lines += ["", f"The commits of {_gpus(main)} are named below, and beside the products in fp8."]
+            lines += [f"Those of {_gpus(others)} are {_commits(others, fp8)}."]
             lines += table(["figure", "rows", _gpus(main), _gpus(others)], made)
     return ["", "### Other suites on two kinds of GPU", "", ABOUT, *lines] if lines else []

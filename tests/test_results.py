@@ -678,5 +678,5 @@ def test_other_suites_of_two_gpus_stand_side_by_side(tmp_path, records):
     for words, what in (("forward", "forward"), ("training pass", "forward + backward")):
         one = f"{speeds[what]:.2f} to {speeds[what]:.2f}"
         assert f"| {words} in fp8, times the speed of bf16 | 1 | {one} | {one} |" in text
-    assert "another GPU, `other12`." in text
+    assert "Those of another GPU are `other12`." in text
     assert text.count("\n| ") == 5  # a head, dispatch, and three passes in fp8
