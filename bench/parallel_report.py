@@ -38,7 +38,7 @@ them where they are summed. The last layer keeps its parameters after forward.""
 
 
 def rows() -> list[dict]:
-    """Of all records, a file for each number of GPUs of a machine, by case."""
+    """Of all records, a file for each number of GPUs of a machine, by case. Raises ValueError for two kinds of GPU."""
     found: dict[tuple, dict] = {}
     for path in sorted(FOLDER.glob("*.json")):
         record = json.loads(path.read_text())
@@ -46,6 +46,8 @@ def rows() -> list[dict]:
             key = tuple(row[name] for name in ("case", "what", "provider", "gpus"))
             ms = row.get("back_to_back_ms", row.get("ms"))  # of calls back to back where the record has them
             found[key] = row | {"ms": ms, "gpu": record["environment"]["gpu"], "commit": record["commit"]}
+    if len(gpus := {row["gpu"] for row in found.values()}) > 1:
+        raise ValueError(f"bench.report: {FOLDER.name}/: expected records of one kind of GPU, got {sorted(gpus)}")
     return sorted(found.values(), key=lambda row: row["case"])
 
 
