@@ -468,7 +468,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
         description="Trains a byte-level language model with an MoE hidden layer. Reports its loss, speed and memory. "
-        "The default run takes two to four minutes on two CPU cores. Its progress says how long is left.",
+        "The default run takes up to four minutes on two CPU cores. Its progress says how long is left.",
     )
     parser.add_argument("--steps", type=integer(1), default=500, metavar="N", help="training steps (%(default)s)")
     parser.add_argument("--batch", type=integer(1), default=2048, metavar="L", help="bytes per step (%(default)s)")

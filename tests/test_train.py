@@ -189,7 +189,7 @@ def test_help_says_how_long_it_takes(capsys):
     with pytest.raises(SystemExit):
         train.main("--help")
     for text in (capsys.readouterr().out, (ROOT / "README.md").read_text()):
-        assert "takes two to four minutes on two" in " ".join(text.split())
+        assert "takes up to four minutes on two" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
