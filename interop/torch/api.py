@@ -678,6 +678,9 @@ class MoE(torch.nn.Module):
         Raises TypeError, ValueError or RuntimeError as that function does, and where the experts are frozen already.
         """
         w1, w2 = self._whole_weights("MoE: quantize_experts")
+        if torch_fp8.is_adapted(self, "w1_storage", "w2_storage"):
+            expected = "a module without adapters or parametrizations, which come afterwards"
+            raise RuntimeError(f"MoE: quantize_experts: expected {expected}, got one with some")
         checks.one_of("MoE: quantize_experts", "format", format, WEIGHT_FORMATS)
         if self.precision is not None and format != "mxfp4":
             raise checks.bad_value("MoE: quantize_experts", "format", "'mxfp4' with precision='fp8'", repr(format))
@@ -738,7 +741,11 @@ class MoE(torch.nn.Module):
             [prefix + name for name in names if prefix + name in state_dict]
             for names in (("w1_storage", "w2_storage"), ("w1_data", "w2_data"))
         )
-        if self.w1_storage is None and floats and not packed:  # strict=False would leave the experts zero
+        # strict=False would leave the experts as they are made.
+        if self.w1_storage is not None and packed:
+            expected = "experts in floats, or MoE(expert_format=...)"
+            arguments[-1].append(f"MoE: load_state_dict: expected {expected}, got {', '.join(packed)}")
+        if self.w1_storage is None and floats:
             expected = f"packed experts for expert_format={self.expert_format!r}"
             advice = "load floats into MoE without expert_format, then call quantize_experts(format)"
             arguments[-1].append(f"MoE: load_state_dict: expected {expected}, got {', '.join(floats)}; {advice}")

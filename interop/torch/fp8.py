@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.calls import graph_break
@@ -121,6 +121,11 @@ def _follow_adapters(parent: torch.nn.Module, name: str, module: torch.nn.Module
 
 
 register_module_module_registration_hook(_follow_adapters)
+
+
+def is_adapted(module: torch.nn.Module, *names: str) -> bool:
+    """Returns whether peft has wrapped a module, also if its adapters are merged, or these parameters are computed."""
+    return _ADAPTED in vars(module) or any(is_parametrized(module, name) for name in names)
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -154,7 +154,7 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     lora.refuse_merged("pack_experts", model, found.values())
     for name, module in found.items():
         if _pack(name, module, format):
-            quantised.refuse_saving(model, module)
+            quantised.refuse_saving(module)
     if any(parameter.is_meta for parameter in model.parameters()):
         private.fill_buffers(model)
     if not found:

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop.transformers.formula import name_of
-from moeblaze_cupy.interop.transformers.routing import routed_model
+from moeblaze_cupy.interop.transformers.routing import kind_of, routed_model
 
 Tensor = torch.Tensor
 
@@ -70,8 +69,8 @@ class Monitor:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, choosers = routed_model(model)
         for chooser in choosers:
-            if chooser.method != "forward" or name_of(type(chooser.module)) == "JetMoeTopKGating":
-                got = f"{chooser.name} of {name_of(type(chooser.module))}"
+            if chooser.method != "forward" or kind_of(chooser.module) == "JetMoeTopKGating":
+                got = f"{chooser.name} of {kind_of(chooser.module)}"
                 raise checks.bad_value("monitor", "model", "routers that return logits and ids", got)
         self.layers = tuple(chooser.name for chooser in choosers)
         # A router's last matrix is (E, d), but Ernie's is (1, E). DeepSpeed and FSDP1 leave weights without a shape.
@@ -83,17 +82,29 @@ class Monitor:
         # Those of compiled layers are apart, because compiled code may copy all of a tensor that it changes. The router
         # holds them, because layers share compiled code only if it finds them by one name.
         self._name = f"_moeblaze_load_{id(self)}"
-        self._left: list[Tensor] = []  # what the routers held until `close`
-        self._routers = {chooser.module: number for number, chooser in enumerate(choosers)}
-        for router, device in zip(self._routers, devices, strict=True):
-            setattr(router, self._name, self._zeros(1, device))
+        self._left: list[tuple[int, Tensor]] = []  # what the routers held until `close`, with their layers
+        for number, (chooser, device) in enumerate(zip(choosers, devices, strict=True)):
+            setattr(chooser.module, self._name, self._zeros(1, device))
+            setattr(chooser.module, f"{self._name}_layer", number)
         self._is_counting = False
         self._mask: Tensor | None = None  # (B, T), 0 for padding
         self._kept: list[_Routed] = []  # layers in order that wait to be counted, all alike
+
+        # Copies of a router, as peft makes for modules_to_save, share a function. They would copy a method's object,
+        # which has the model, and with it the copies that the model has already.
+        def before(model: Any, args: Any, named: Any) -> None:
+            self._before(model, named)
+
+        def after(model: Any, args: Any, out: Any) -> None:
+            self._after(model, out)
+
+        def keep(router: Any, args: Any, out: Any) -> None:
+            self._keep(router, out)
+
         self._hooks = [
-            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._model.register_forward_hook(self._after, always_call=True),
-            *(router.register_forward_hook(self._keep) for router in self._routers),
+            self._model.register_forward_pre_hook(before, with_kwargs=True),
+            self._model.register_forward_hook(after, always_call=True),
+            *(chooser.module.register_forward_hook(keep) for chooser in choosers),
         ]
 
     def _zeros(self, rows: int, device: torch.device) -> Tensor:
@@ -104,24 +115,34 @@ class Monitor:
         """Removes the hooks from the model. A forward that is under way is not counted."""
         for hook in self._hooks:
             hook.remove()
-        self._left = self._left or [vars(router).pop(self._name) for router in self._routers]
+        self._left = self._left or self._held()
+        for router in self._model.modules():
+            vars(router).pop(self._name, None)
+            vars(router).pop(f"{self._name}_layer", None)
         self._is_counting, self._mask, self._kept = False, None, []
 
-    def _before(self, model: Any, args: Any, named: Any) -> None:
+    def _held(self) -> list[tuple[int, Tensor]]:
+        """Returns what routers, and copies of them within the model, hold, with their layers."""
+        routers = [vars(module) for module in self._model.modules() if self._name in vars(module)]
+        return [(router[f"{self._name}_layer"], router[self._name]) for router in routers]
+
+    def _before(self, model: Any, named: Any) -> None:
         mask = named.get("attention_mask")
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._is_counting = model is self._model and model.training and torch.is_grad_enabled()
         self._kept = []  # without what an interrupt left
 
-    def _after(self, model: Any, args: Any, out: Any) -> None:
+    def _after(self, model: Any, out: Any) -> None:
+        if model is not self._model:
+            return
         if self._kept and out is not None:  # it is None if forward raised
             self._count_kept()
         self._is_counting, self._mask, self._kept = False, None, []  # checkpointing computes again, uncounted
 
-    def _keep(self, router: Any, args: Any, out: Any) -> None:
+    def _keep(self, router: Any, out: Any) -> None:
         if not self._is_counting:
             return
-        logits, ids = (out[1], out[0]) if name_of(type(router)) == "Llama4Router" else (out[0], out[2])
+        logits, ids = (out[1], out[0]) if kind_of(router) == "Llama4Router" else (out[0], out[2])
         if torch.compiler.is_compiling():  # compiled code fuses what counts a layer
             sums = getattr(router, self._name)
             if sums.device != logits.device:
@@ -129,7 +150,7 @@ class Monitor:
                 setattr(router, self._name, sums)
             self._count(sums, _Routed(0, router, logits[None], ids[None]))
             return
-        routed = _Routed(self._routers[router], router, logits, ids)
+        routed = _Routed(getattr(router, f"{self._name}_layer"), router, logits, ids)
         if self._kept and (self._kept[-1].layer + 1 != routed.layer or self._kept[-1].key() != routed.key()):
             self._count_kept()
         self._kept.append(routed)
@@ -149,7 +170,7 @@ class Monitor:
     @torch.no_grad()
     def _count(self, sums: Tensor, first: _Routed) -> None:
         """Counts n layers. logits: (n, ..., E). ids: (n, ..., k or E). sums: (n, 1, _COUNTS + E)."""
-        kind, logits, ids = name_of(type(first.router)), first.logits.flatten(1, -2), first.ids.flatten(1, -2)
+        kind, logits, ids = kind_of(first.router), first.logits.flatten(1, -2), first.ids.flatten(1, -2)
         if kind == "Llama4Router":  # scores are 0 for experts that were not chosen
             ids = ids.topk(first.router.top_k).indices
         number: int | Tensor = logits.shape[1]
@@ -173,8 +194,10 @@ class Monitor:
         same tokens and count them once each. reset: False goes on counting.
         """
         device = max(self._sums, key=lambda device: device.type != "cpu")  # the model may have moved to a GPU
-        held = self._left or [getattr(router, self._name) for router in self._routers]
-        compiled = torch.cat([each.to(device) for each in held])
+        held = self._left or self._held()
+        compiled = self._zeros(len(self.layers), device).repeat(1, len(held), 1)
+        for place, (layer, each) in enumerate(held):
+            compiled[layer, place] = each[0, 0]
         parts = torch.cat([compiled, *(each.to(device) for each in self._sums.values())], 1)
         sums, largest = parts.sum(1), parts[..., _LARGEST].amax(1)
         if group is not None:
@@ -183,7 +206,7 @@ class Monitor:
         sums[:, _LARGEST] = largest
         sums = sums.cpu()
         if reset:
-            for each in (*held, *self._sums.values()):
+            for each in (*(of_router for _, of_router in held), *self._sums.values()):
                 each.zero_()
         tokens, counts = sums[:, _TOKENS], sums[:, _COUNTS:].long()
         entropy = sums[:, _ENTROPY] / tokens.clamp(min=1) / math.log(max(2, counts.shape[1]))

@@ -41,6 +41,7 @@ __all__ = [
     "param_wrapper",
     "parameter_names",
     "register",
+    "saves_adapters",
     "set_quantizer",
     "stand_in",
     "without_modes",
@@ -218,3 +219,8 @@ def checkpoint_functions(model: Any) -> list[tuple[Any, str, Any]]:
 def in_backward() -> bool:
     """Whether autograd is computing gradients in this thread, as it is while it computes a checkpointed part again."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def saves_adapters(model: Any) -> bool:
+    """Returns whether `save_pretrained` of a model writes its adapters alone, those of `model.add_adapter`."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))

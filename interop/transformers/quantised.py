@@ -1,5 +1,6 @@
 """Experts of transformers' models in four and eight bits, in the place of their weights."""
 
+import functools
 import math
 from typing import Any
 
@@ -85,19 +86,27 @@ def _suffixes(weight: QuantizedWeight) -> dict[str, str]:
     return {"data": "blocks" if weight.format == "mxfp4" else "data", "scales": "scales", **nested}
 
 
-def refuse_saving(model: torch.nn.Module, module: Any) -> None:
-    """Has `save_pretrained` raise in the models of transformers, within this one, that have the module in them."""
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and any(inner is module for inner in part.modules()):
-            # A method would stay that of the first model in its copies.
-            part.save_pretrained = _no_saving  # type: ignore[method-assign]
+def refuse_saving(module: Any) -> None:
+    """Has `save_pretrained` raise for all models of transformers that have the module in them, but for adapters alone.
 
+    Models around the one that was packed, and copies, are not known here. So the class asks.
+    """
+    module.moeblaze_unsaved = True
+    plain = PreTrainedModel.save_pretrained
+    if hasattr(plain, "moeblaze"):
+        return
 
-def _no_saving(*_: Any, **__: Any) -> None:
-    instead = "torch.save(model.state_dict(), path), for `load_state_dict` of a model that is packed"
-    reason = "`from_pretrained` would not find their weights"
-    got = f"those of pack_experts: {reason}: {instead}"
-    raise RuntimeError(f"save_pretrained: model: expected experts in floats, got {got}")
+    @functools.wraps(plain)
+    def save_pretrained(self: Any, *args: Any, **named: Any) -> Any:
+        parts = () if private.saves_adapters(self) else self.modules()
+        if any(getattr(part, "moeblaze_unsaved", False) for part in parts):
+            instead = "torch.save(model.state_dict(), path), for `load_state_dict` of a model that is packed"
+            got = f"those of pack_experts: `from_pretrained` would not find their weights: {instead}"
+            raise RuntimeError(f"save_pretrained: model: expected experts in floats, got {got}")
+        return plain(self, *args, **named)
+
+    save_pretrained.moeblaze = True  # type: ignore[attr-defined]
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
 
 def packed(module: Any) -> Pair | None:

@@ -68,6 +68,11 @@ def routed_model(model: torch.nn.Module) -> tuple[Any, tuple[Chooser, ...]]:
     return [pair for pair in found if len(pair[1]) == most][-1]
 
 
+def kind_of(router: torch.nn.Module) -> str:
+    """Returns the name of a router's class, also where peft trains a copy of it beside the original."""
+    return name_of(type(getattr(router, "original_module", router)))
+
+
 def _choosers(model: torch.nn.Module) -> tuple[Chooser, ...]:
     found: dict[int, Chooser] = {}
     for name, module in model.named_modules():
@@ -84,7 +89,7 @@ def _choosers(model: torch.nn.Module) -> tuple[Chooser, ...]:
             if holder is not None:
                 found[id(holder)] = Chooser(path.lstrip("."), holder, method, getattr(module, "num_experts", 0))
                 break
-    return tuple(chooser for chooser in found.values() if name_of(type(chooser.module)) not in _NO_CHOICE)
+    return tuple(chooser for chooser in found.values() if kind_of(chooser.module) not in _NO_CHOICE)
 
 
 class _TopK(TorchFunctionMode):
@@ -274,8 +279,8 @@ class Routing:
         for module in (chooser.module for chooser in choosers):
             if getattr(vars(module).get("moeblaze_routing"), "chooser", (0, 0))[1] is module:
                 raise checks.bad_value("Routing", "model", "one without a Routing", "one that has it: call its close()")
-            if reason := _REFUSED.get(name_of(type(module))):
-                raise NotImplementedError(f"Routing: {name_of(type(module))}: {reason}")
+            if reason := _REFUSED.get(kind_of(module)):
+                raise NotImplementedError(f"Routing: {kind_of(module)}: {reason}")
         self.layers = tuple(chooser.name for chooser in choosers)
         self.call: _Call | None = None
         self.was_replayed = False  # maybe by a forward whose checkpointing turns gradients off
@@ -451,6 +456,9 @@ class Routing:
 
     def _after(self, model: Any, args: Any, out: Any) -> None:
         if self.call is not None and model is self._model:
+            if out is None:  # forward raised, and may be called again
+                self._next_row -= self.call.shape[0] if self.call.ids is not None else 0
+                self.call.recorded, self.call.counted = None, set()
             self._close_call()
 
     @_outside_graphs

@@ -315,6 +315,45 @@ def test_floats_are_not_loaded_into_packed_experts():
     assert torch.equal(own["mlp"](x), plain["mlp"](x)) and own["mlp"](x).any()
 
 
+def test_packed_experts_are_not_loaded_into_floats():
+    """Not in silence with strict=False either: the experts would stay random. Nor with a part that is packed."""
+    packed, plain = MoE(64, 32, 4, 2), MoE(64, 32, 4, 2, lora_rank=4)
+    packed.quantize_experts("nf4")
+    before = plain.w1_storage.clone()
+    expected = r"MoE: load_state_dict: expected experts in floats, or MoE\(expert_format=...\), got w1_data, w2_data"
+    with pytest.raises(RuntimeError, match=expected):
+        plain.load_state_dict(packed.state_dict(), strict=False)
+    assert torch.equal(plain.w1_storage, before)
+    with pytest.raises(RuntimeError, match="expected packed experts for expert_format='nf4', got w1_storage"):
+        packed.load_state_dict(plain.state_dict() | {"w1_data": packed.w1_data}, strict=False)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapted_experts_are_not_quantised(merged):
+    """Their adapters would be without weights. The module stays as it is."""
+    peft = pytest.importorskip("peft")
+    model = torch.nn.Sequential(MoE(64, 32, 4, 2))
+    inner, x = model[0], torch.randn(5, 64)
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["0.w1_storage", "0.w2_storage"])
+    adapted = peft.get_peft_model(model, config)
+    if merged:
+        adapted.merge_adapter()
+    want = adapted(x)
+    with pytest.raises(RuntimeError, match="MoE: quantize_experts: expected a module without adapters or parametri"):
+        inner.quantize_experts("int8")
+    assert inner.expert_format is None and torch.equal(adapted(x), want)
+    adapted.unload()
+    inner.quantize_experts("int8")
+
+
+def test_parametrized_experts_are_not_quantised():
+    layer = MoE(64, 32, 4, 2)
+    torch.nn.utils.parametrize.register_parametrization(layer, "w2_storage", torch.nn.Identity())
+    with pytest.raises(RuntimeError, match="MoE: quantize_experts: expected a module without adapters or parametri"):
+        layer.quantize_experts("int8")
+    assert layer.expert_format is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 def test_weights_in_turn_on_the_gpu(save):

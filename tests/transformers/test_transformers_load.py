@@ -1,6 +1,7 @@
 """What `monitor` counts, beside the ids that `Routing` records and the logits that routers return."""
 
 import copy
+import gc
 import math
 
 import pytest
@@ -242,6 +243,33 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.names.append(operation.overloadpacket.__name__)
         return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("comes_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_routers_that_peft_trains_whole(kind, comes_first):
+    """peft copies each, and calls the copy: it is counted as its layer, and brings no copy of the model."""
+    peft = pytest.importorskip("peft")
+    model = model_of(kind)
+    wanted = expected(model, kind)
+    router = "router" if kind in ("GptOss", "Llama4", "Gemma4") else "gate"
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "q_a_proj"], modules_to_save=[router])
+    seen = monitor(model) if comes_first else None
+
+    def models():
+        gc.collect()
+        return sum(type(found) is type(model) for found in gc.get_objects())
+
+    before = models()
+    adapted = peft.get_peft_model(model, config)
+    assert models() == before
+    seen = seen or monitor(adapted)
+    step(adapted, attention_mask=MASK)
+    check(seen.read(), wanted)
+    seen.close()
+    step(adapted, attention_mask=MASK)
+    assert not seen.read().tokens.any()
+    assert not [name for module in adapted.modules() for name in vars(module) if "moeblaze_load" in name]
 
 
 def operations(model):

@@ -383,7 +383,9 @@ def test_messages(tmp_path):
     expect_refusals_by_implementation(model, "eager")
     with expect(ValueError, f"quantize_weights: {first}: expected experts in floats, got packed ones"):
         backend.quantize_weights(model)
-    for part in (model, copy.deepcopy(model), model.model):
+    around = tiny("qwen3_moe", "moeblaze", **SIZES)
+    around.model.layers[0] = model.model.layers[0]  # what is around a packed part does not know of it
+    for part in (model, copy.deepcopy(model), model.model, around):
         with expect(RuntimeError, "save_pretrained: model: expected experts in floats, got those of pack_experts: "):
             part.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -426,6 +426,40 @@ def test_models_that_do_not_fit_raise():
         Routing(transformers.PhimoeForCausalLM(config))
 
 
+def test_a_call_that_raised_may_come_again():
+    """Neither a record nor a replay has it."""
+    model = made()
+    with Routing(model) as routes:
+
+        def fail(*_):
+            raise MemoryError
+
+        def call_twice():
+            hook = model.model.layers[1].register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                model(TOKENS)
+            hook.remove()
+            return model(TOKENS).logits
+
+        with routes.record() as record:
+            call_twice()
+        assert record.ids.shape[:2] == TOKENS.shape
+        with routes.replay(shifted(record.ids)) as _:
+            got = call_twice()
+        with routes.replay(shifted(record.ids)) as _:
+            assert torch.equal(got, model(TOKENS).logits)
+
+
+def test_a_router_that_draws_is_refused_where_peft_trains_it():
+    peft = pytest.importorskip("peft")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    config = transformers.PhimoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    model = transformers.PhimoeForCausalLM(config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["router"]))
+    with pytest.raises(NotImplementedError, match="Routing: PhimoeTopKRouter: it has no top-k"):
+        Routing(adapted)
+
+
 def test_a_copy_of_the_model_is_apart():
     model = made()
     with Routing(model) as routes:
