@@ -398,6 +398,19 @@ def test_messages(tmp_path):
 ONE = ("num_experts", "num_local_experts", "num_experts_per_tok")
 
 
+def test_adapters_of_transformers_are_saved_alone(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    # transformers 5.24 asks for peft 0.22. What is called here is there in 0.21, too.
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    model = tiny("qwen3_moe", "moeblaze", **SIZES)
+    model.requires_grad_(False)
+    pack_experts(model, "nf4")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    saved = {path.name for path in tmp_path.iterdir()}
+    assert saved >= {"adapter_config.json", "adapter_model.safetensors"} and "model.safetensors" not in saved
+
+
 def test_adapters_on_packed_experts_that_do_not_take_them():
     """Errors are those without adapters. A single expert, a plain matrix to peft, has its own."""
     expect_refusals_by_implementation(adapted(both("qwen3_moe", "nf4")[0]), "grouped_mm")
