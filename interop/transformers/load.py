@@ -63,6 +63,23 @@ class _Routed(NamedTuple):
         return type(self.router), top_k, logits.device, logits.dtype, logits.shape, self.ids.shape
 
 
+class _Hook:
+    """Calls a method of a monitor.
+
+    Copies of a router, as peft makes for modules_to_save, share it. They would copy a method with its monitor, which
+    has the model, and with it the copies that the model has already.
+    """
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __call__(self, *args: Any) -> None:
+        self.method(*args)
+
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return self
+
+
 class Monitor:
     """What `monitor` returns."""
 
@@ -89,21 +106,10 @@ class Monitor:
         self._is_counting = False
         self._mask: Tensor | None = None  # (B, T), 0 for padding
         self._kept: list[_Routed] = []  # layers in order that wait to be counted, all alike
-
-        # Copies of a router, as peft makes for modules_to_save, share a function. They would copy a method's object,
-        # which has the model, and with it the copies that the model has already.
-        def before(model: Any, args: Any, named: Any) -> None:
-            self._before(model, named)
-
-        def after(model: Any, args: Any, out: Any) -> None:
-            self._after(model, out)
-
-        def keep(router: Any, args: Any, out: Any) -> None:
-            self._keep(router, out)
-
+        keep = _Hook(self._keep)
         self._hooks = [
-            self._model.register_forward_pre_hook(before, with_kwargs=True),
-            self._model.register_forward_hook(after, always_call=True),
+            self._model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            self._model.register_forward_hook(_Hook(self._after), always_call=True),
             *(chooser.module.register_forward_hook(keep) for chooser in choosers),
         ]
 
@@ -126,20 +132,20 @@ class Monitor:
         routers = [vars(module) for module in self._model.modules() if self._name in vars(module)]
         return [(router[f"{self._name}_layer"], router[self._name]) for router in routers]
 
-    def _before(self, model: Any, named: Any) -> None:
+    def _before(self, model: Any, args: Any, named: Any) -> None:
         mask = named.get("attention_mask")
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._is_counting = model is self._model and model.training and torch.is_grad_enabled()
         self._kept = []  # without what an interrupt left
 
-    def _after(self, model: Any, out: Any) -> None:
+    def _after(self, model: Any, args: Any, out: Any) -> None:
         if model is not self._model:
             return
         if self._kept and out is not None:  # it is None if forward raised
             self._count_kept()
         self._is_counting, self._mask, self._kept = False, None, []  # checkpointing computes again, uncounted
 
-    def _keep(self, router: Any, out: Any) -> None:
+    def _keep(self, router: Any, args: Any, out: Any) -> None:
         if not self._is_counting:
             return
         logits, ids = (out[1], out[0]) if kind_of(router) == "Llama4Router" else (out[0], out[2])

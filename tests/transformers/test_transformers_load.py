@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import pickle
 
 import pytest
 
@@ -243,6 +244,17 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.names.append(operation.overloadpacket.__name__)
         return operation(*args, **(kwargs or {}))
+
+
+def test_a_pickled_model_has_a_monitor_of_its_own():
+    model = model_of("Qwen3Moe")
+    seen = monitor(model)
+    again = pickle.loads(pickle.dumps(model))
+    step(again, attention_mask=MASK)
+    assert not seen.read().tokens.any()
+    wanted = expected(model, "Qwen3Moe")
+    step(model, attention_mask=MASK)
+    check(seen.read(), wanted, calls=2)  # one is that of `expected`
 
 
 @pytest.mark.parametrize("comes_first", [True, False], ids=["before", "after"])
