@@ -63,20 +63,13 @@ class _Routed(NamedTuple):
         return type(self.router), top_k, logits.device, logits.dtype, logits.shape, self.ids.shape
 
 
-class _Hook:
-    """Calls a method of a monitor.
+class _Compiled:
+    """What compiled code counts of a layer. Copies of its router, as peft makes for modules_to_save, share it."""
 
-    Copies of a router, as peft makes for modules_to_save, share it. They would copy a method with its monitor, which
-    has the model, and with it the copies that the model has already.
-    """
+    def __init__(self, layer: int, sums: Tensor) -> None:
+        self.layer, self.sums = layer, sums  # sums: (1, 1, _COUNTS + E)
 
-    def __init__(self, method: Any) -> None:
-        self.method = method
-
-    def __call__(self, *args: Any) -> None:
-        self.method(*args)
-
-    def __deepcopy__(self, memo: Any) -> "_Hook":
+    def __deepcopy__(self, memo: Any) -> "_Compiled":
         return self
 
 
@@ -99,19 +92,21 @@ class Monitor:
         # Those of compiled layers are apart, because compiled code may copy all of a tensor that it changes. The router
         # holds them, because layers share compiled code only if it finds them by one name.
         self._name = f"_moeblaze_load_{id(self)}"
-        self._left: list[tuple[int, Tensor]] = []  # what the routers held until `close`, with their layers
-        for number, (chooser, device) in enumerate(zip(choosers, devices, strict=True)):
-            setattr(chooser.module, self._name, self._zeros(1, device))
-            setattr(chooser.module, f"{self._name}_layer", number)
+        self._compiled = [_Compiled(layer, self._zeros(1, device)) for layer, device in enumerate(devices)]
+        for chooser, compiled in zip(choosers, self._compiled, strict=True):
+            setattr(chooser.module, self._name, compiled)
         self._is_counting = False
         self._mask: Tensor | None = None  # (B, T), 0 for padding
         self._kept: list[_Routed] = []  # layers in order that wait to be counted, all alike
-        keep = _Hook(self._keep)
         self._hooks = [
-            self._model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
-            self._model.register_forward_hook(_Hook(self._after), always_call=True),
-            *(chooser.module.register_forward_hook(keep) for chooser in choosers),
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._model.register_forward_hook(self._after, always_call=True),
+            *(chooser.module.register_forward_hook(self._keep) for chooser in choosers),
         ]
+
+    def __deepcopy__(self, memo: Any) -> "Monitor":
+        """Returns itself: a copy of a router would have one of the model, with the copies that are there already."""
+        return self
 
     def _zeros(self, rows: int, device: torch.device) -> Tensor:
         """Returns a copy of zeros, which raises in a CUDA graph. Zeros made in one would be set in each replay."""
@@ -121,16 +116,9 @@ class Monitor:
         """Removes the hooks from the model. A forward that is under way is not counted."""
         for hook in self._hooks:
             hook.remove()
-        self._left = self._left or self._held()
         for router in self._model.modules():
             vars(router).pop(self._name, None)
-            vars(router).pop(f"{self._name}_layer", None)
         self._is_counting, self._mask, self._kept = False, None, []
-
-    def _held(self) -> list[tuple[int, Tensor]]:
-        """Returns what routers, and copies of them within the model, hold, with their layers."""
-        routers = [vars(module) for module in self._model.modules() if self._name in vars(module)]
-        return [(router[f"{self._name}_layer"], router[self._name]) for router in routers]
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
         mask = named.get("attention_mask")
@@ -139,8 +127,6 @@ class Monitor:
         self._kept = []  # without what an interrupt left
 
     def _after(self, model: Any, args: Any, out: Any) -> None:
-        if model is not self._model:
-            return
         if self._kept and out is not None:  # it is None if forward raised
             self._count_kept()
         self._is_counting, self._mask, self._kept = False, None, []  # checkpointing computes again, uncounted
@@ -150,13 +136,12 @@ class Monitor:
             return
         logits, ids = (out[1], out[0]) if kind_of(router) == "Llama4Router" else (out[0], out[2])
         if torch.compiler.is_compiling():  # compiled code fuses what counts a layer
-            sums = getattr(router, self._name)
-            if sums.device != logits.device:
-                sums = sums.to(logits.device)
-                setattr(router, self._name, sums)
-            self._count(sums, _Routed(0, router, logits[None], ids[None]))
+            compiled = getattr(router, self._name)
+            if compiled.sums.device != logits.device:
+                compiled.sums = compiled.sums.to(logits.device)
+            self._count(compiled.sums, _Routed(0, router, logits[None], ids[None]))
             return
-        routed = _Routed(getattr(router, f"{self._name}_layer"), router, logits, ids)
+        routed = _Routed(getattr(router, self._name).layer, router, logits, ids)
         if self._kept and (self._kept[-1].layer + 1 != routed.layer or self._kept[-1].key() != routed.key()):
             self._count_kept()
         self._kept.append(routed)
@@ -200,10 +185,8 @@ class Monitor:
         same tokens and count them once each. reset: False goes on counting.
         """
         device = max(self._sums, key=lambda device: device.type != "cpu")  # the model may have moved to a GPU
-        held = self._left or self._held()
-        compiled = self._zeros(len(self.layers), device).repeat(1, len(held), 1)
-        for place, (layer, each) in enumerate(held):
-            compiled[layer, place] = each[0, 0]
+        held = [compiled.sums for compiled in self._compiled]
+        compiled = torch.cat([each.to(device) for each in held])
         parts = torch.cat([compiled, *(each.to(device) for each in self._sums.values())], 1)
         sums, largest = parts.sum(1), parts[..., _LARGEST].amax(1)
         if group is not None:
@@ -212,7 +195,7 @@ class Monitor:
         sums[:, _LARGEST] = largest
         sums = sums.cpu()
         if reset:
-            for each in (*(of_router for _, of_router in held), *self._sums.values()):
+            for each in (*held, *self._sums.values()):
                 each.zero_()
         tokens, counts = sums[:, _TOKENS], sums[:, _COUNTS:].long()
         entropy = sums[:, _ENTROPY] / tokens.clamp(min=1) / math.log(max(2, counts.shape[1]))

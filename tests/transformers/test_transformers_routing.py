@@ -444,9 +444,9 @@ def test_a_call_that_raised_may_come_again():
         with routes.record() as record:
             call_twice()
         assert record.ids.shape[:2] == TOKENS.shape
-        with routes.replay(shifted(record.ids)) as _:
+        with routes.replay(shifted(record.ids)):
             got = call_twice()
-        with routes.replay(shifted(record.ids)) as _:
+        with routes.replay(shifted(record.ids)):
             assert torch.equal(got, model(TOKENS).logits)
 
 
