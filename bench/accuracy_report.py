@@ -75,14 +75,17 @@ def compare(providers: dict[str, Errors], tensor: str, measure: str, beside: str
     return ratio, worst <= max(theirs)
 
 
+def beside_baseline(found: dict[tuple[str, str], dict[str, Errors]]) -> dict[tuple[str, str], dict[str, Errors]]:
+    """Those that `compare` has a ratio of."""
+    return {key: providers for key, providers in found.items() if compare(providers, RESULTS[0], "norm") is not None}
+
+
 def ratio_rows(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str]]:
     """A row per case, data and measure: the ratio of every tensor, and what is larger than torch's."""
     lines = []
-    for (case, data), providers in found.items():
+    for (case, data), providers in beside_baseline(found).items():
         for measure, words in MEASURES.items():
             compared = {tensor: compare(providers, tensor, measure) for tensor in RESULTS}
-            if None in compared.values():
-                continue
             larger = [tensor for tensor, (_, holds) in compared.items() if not holds]
             verdict = f"larger: {', '.join(larger)}" if larger else "no larger"
             ratios = [f"{ratio:.3f}" for ratio, _ in compared.values()]
@@ -97,7 +100,7 @@ def _span(ratios: list[float]) -> str:
 
 def rows_over_cases(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str]]:
     """A row per data and measure: the cases' ratios of every tensor, and where they are larger than torch's."""
-    lines = []
+    lines, found = [], beside_baseline(found)
     for data in dict.fromkeys(data for _, data in found):
         for measure, words in MEASURES.items():
             by_case = {
@@ -105,9 +108,6 @@ def rows_over_cases(found: dict[tuple[str, str], dict[str, Errors]]) -> list[lis
                 for (case, of), providers in found.items()
                 if of == data
             }
-            by_case = {case: compared for case, compared in by_case.items() if None not in compared.values()}
-            if not by_case:
-                continue
             larger: dict[str, list[str]] = {tensor: [] for tensor in RESULTS}
             for case, compared in by_case.items():
                 for tensor, (ratio, holds) in compared.items():
@@ -167,17 +167,14 @@ def beside_others(found: dict[tuple[str, str], dict[str, Errors]]) -> list[str]:
 
 def headline(records: Iterable[dict]) -> list[str]:
     """The span of ratios of norms beside the baseline, and the largest of rows; none without a record."""
-    found = errors_by_provider(records)
-    of_measure = {
-        measure: [each[0] for p in found.values() for t in RESULTS if (each := compare(p, t, measure)) is not None]
-        for measure in ("norm", "row")
-    }
-    if not of_measure["norm"]:
+    found = beside_baseline(errors_by_provider(records)).values()
+    if not found:
         return []
-    spans = f"{min(of_measure['norm'], key=_size):.2f} to {max(of_measure['norm'], key=_size):.2f}"
+    norms, rows = ([compare(p, tensor, measure)[0] for p in found for tensor in RESULTS] for measure in ("norm", "row"))
+    spans = f"{min(norms, key=_size):.2f} to {max(norms, key=_size):.2f}"
     return [
         f"Accuracy: errors of output and gradients against float64 are {spans} times those of bf16 torch in",
-        f"their norms, and up to {max(of_measure['row'], key=_size):.2f} times in a tensor's largest row.",
+        f"their norms, and up to {max(rows, key=_size):.2f} times in a tensor's largest row.",
     ]
 
 
@@ -189,7 +186,7 @@ def section(records: Iterable[dict]) -> list[str]:
     lines = ["", HEADING, "", INTRODUCTION]
     if ratios := rows_over_cases(found):
         head = ["data", *RATIO_HEAD[1:]]
-        compared = {case: p for (case, _), p in found.items() if compare(p, RESULTS[0], "norm") is not None}
+        compared = {case: p for (case, _), p in beside_baseline(found).items()}
         seeds = max(len(p[BASELINE][RESULTS[0]]["norm"]) for p in compared.values())
         lines += ["", RATIOS.format(seeds=seeds, cases=", ".join(compared))]
         lines += [*_markdown(head, ratios), *beside_others(found)]

@@ -14,10 +14,6 @@ from bench.recorded import Records
 from bench.table import span
 
 Figures = dict[str, dict[tuple, float]]  # by what they say, then by case and kernel or pass
-SELECTIONS = (
-    *("position", "choice", "weights", "priority", "expert_choice", "round_tokens"),
-    *("tokens_per_expert", "quantile_histogram"),
-)
 SKEWED = f"{other_gpus.SHOWN[1]}_ratio"
 ABOUT = (
     "Cells are the least to the greatest of the rows that both kinds of GPU have: fewer than above, of other commits."
@@ -56,7 +52,11 @@ def figures(records: Records, fp8: Path) -> Figures:
     """All that this table may show, of records of one GPU; fp8 is the file that bench.fp8 wrote."""
     of_fp8 = fp8_report.by_case(fp8, needed=fp8_report.PASSES).items()
     steps = transformers_report.steps(list(records.by_name.values()))
-    selections = [row for row in records.rows("selection") if row["provider"] in SELECTIONS and row["pass"] != "layer"]
+    selections = [
+        row
+        for row in records.rows("selection")
+        if "times_bound" in row and row["pass"] != "layer" and not row["provider"].startswith("torch")
+    ]
     activations = [row for row in records.rows("experts") if "back_to_back_times_base" in row]
     return {
         "product of the experts with gather, epilogue and sums, times cuBLAS's": _bound(
