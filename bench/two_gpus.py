@@ -48,6 +48,13 @@ def _errors(records: Records) -> dict[tuple, float]:
     }
 
 
+def _ablation(records: Records) -> dict[tuple, float]:
+    """Of the first step of Tables 4 and 5, which is torch's, over the last one, which is this layer, by case."""
+    seconds = {(row["case"], row["provider"]): row["seconds"] for row in records.rows("ablation")}
+    first, *_, last = cases.ABLATION
+    return {(case,): found / seconds[case, last] for (case, step), found in seconds.items() if step == first}
+
+
 def figures(records: Records, fp8: Path) -> Figures:
     """All that this table may show, of records of one GPU; fp8 is the file that bench.fp8 wrote."""
     of_fp8 = fp8_report.by_case(fp8, needed=fp8_report.PASSES).items()
@@ -67,6 +74,7 @@ def figures(records: Records, fp8: Path) -> Figures:
             for row in records.rows("layer")
             if row["routing"] == "skewed" and row["provider"] == "moeblaze" and row["order"] != "row" and SKEWED in row
         },
+        "Tables 4 and 5: a training pass of torch with routed buffers, times this layer's": _ablation(records),
         "the paper's layers: peak of grouped_mm, times this layer's": _peaks(records),
         "error of a result against float64, thousandths": _errors(records),
         "gpt-oss-20b's layer: another activation, biases or interleaved columns, times swiglu or relu": {
