@@ -368,6 +368,7 @@ PEER_PACKAGES = (
     "scattermoe",
     "momoe",
     "megablocks",
+    "deep-gemm",
 )
 
 
