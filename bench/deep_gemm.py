@@ -77,6 +77,4 @@ def _refuses(case) -> str | None:
     return "needs d and h in multiples of 64" if case.d % 64 or case.h % 64 else None
 
 
-DEEP_GEMM = Peer(
-    "deep_gemm", "deep_gemm", "DeepGEMM, built from https://github.com/deepseek-ai/DeepGEMM", Product, _refuses
-)
+DEEP_GEMM = Peer("deep_gemm", "deep_gemm", "build https://github.com/deepseek-ai/DeepGEMM", Product, _refuses)

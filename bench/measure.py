@@ -368,7 +368,6 @@ PEER_PACKAGES = (
     "scattermoe",
     "momoe",
     "megablocks",
-    "deep-gemm",
 )
 
 
