@@ -4,16 +4,13 @@ contiguous rows (section 7.3).
 The rows "down_fwd + sums" and "up_bwd + sums" time the product and the sum over each token's slots, as the layer runs
 them; the cuBLAS rows beside them, down_fwd and up_bwd, have no sums. "+ float32 sums" are weight gradients that are
 added to what such buffers hold. down_bwd finds the router weights in the order of its rows, which a layer makes once
-per backward. DeepGEMM's rows "padded" are its products alone, as bench/deep_gemm.py describes them.
+per backward.
 """
-
-from functools import partial
 
 import pytest
 
 from bench import cases, kernels, measure, verify
 from bench.conftest import orders, parametrize
-from bench.deep_gemm import DEEP_GEMM
 
 pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="grouped_gemm")
 GATHERING = ("up_fwd", "down_bwd", "down_wgrad", "up_wgrad")  # those that read x or grad_out through the lists
@@ -27,7 +24,6 @@ def pytest_generate_tests(metafunc):
             for rows in ("gathered",) if number else ("cublas", "gathered"):
                 yield from ((case, order, entry, rows) for entry in kernels.GEMMS)
             if order == "transposed":
-                yield from ((case, order, entry, DEEP_GEMM.name) for entry in kernels.GEMMS)
                 yield from ((case, order, entry, "accumulated") for entry in kernels.WGRADS)
             if case is cases.GATHER:
                 yield from ((case, order, entry, "contiguous") for entry in GATHERING)
@@ -49,18 +45,10 @@ def test_grouped_gemm(spec, current, built, time_device):
     case, order, entry, rows = spec
     inputs = current.inputs_of(case, order)
     work = kernels.gemm_work(case, entry)
-    label, compare = entry, None
+    label = entry
     if rows == "cublas":
         built.clear()
         call = kernels.dense_product(case, entry, inputs["x"].device)
-    elif rows == DEEP_GEMM.name:
-        if reason := DEEP_GEMM.missing() or DEEP_GEMM.refuses(case):
-            pytest.skip(f"{rows}: {reason}")
-        built.clear()
-        measure.release()
-        product = DEEP_GEMM.build(case, inputs, entry)
-        call, compare = product.call, product.error
-        label += " + float32 sums" if entry in kernels.WGRADS else ""
     else:
         key = (case, order, rows)
         if key not in built:
@@ -68,11 +56,10 @@ def test_grouped_gemm(spec, current, built, time_device):
             measure.release()
             built[key] = kernels.Kernels(case, inputs, rows == "contiguous", rows == "accumulated")
         kernel = built[key]
-        call, compare = kernel.calls[entry], partial(kernel.error, entry)
         label += " + sums" if entry in kernels.SUMMED else " + float32 sums" if rows == "accumulated" else ""
-    if compare:
+        call = kernel.calls[entry]
         call()
-        error = compare()
+        error = kernel.error(entry)
         assert error <= verify.TOLERANCE, f"{entry} on {case.name}: relative error {error:.2g}; no time for it"
     time_device(
         call,
@@ -84,9 +71,9 @@ def test_grouped_gemm(spec, current, built, time_device):
         case=case.name,
         shape=case.shape,
         order=order,
-        provider={"cublas": "cublas_bound", DEEP_GEMM.name: DEEP_GEMM.name}.get(rows, "moeblaze"),
+        provider="cublas_bound" if rows == "cublas" else "moeblaze",
         kernel=label,
-        rows={"cublas": "contiguous", "accumulated": "gathered", DEEP_GEMM.name: "padded"}.get(rows, rows),
+        rows={"cublas": "contiguous", "accumulated": "gathered"}.get(rows, rows),
     )
     if rows == "cublas":
         del call
