@@ -11,6 +11,7 @@ that the rest of the card has room for. The larger sizes of an arm are left out 
 """
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -182,6 +183,7 @@ def layer_row(name: str, seconds: float) -> dict[str, Any]:
 def passes_of(layer: providers.Ours) -> tuple[dict[str, torch.Tensor], list[int | None]]:
     """out and the gradients; bytes of forward beyond out and what it saves, and of backward with its gradients."""
     on_gpu = inputs.has_gpu()
+    gc.collect()  # garbage that is collected in between would count as a part of the pass
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     out = layer.forward()

@@ -12,7 +12,7 @@ from bench.recorded import RECORDS, Records, title
 from bench.table import PASSES, merged_layers, number, rows_of, span
 
 FOLDER = RECORDS / "other_gpus"
-PEER = "torch_grouped_mm"
+PEER, SONICMOE = "torch_grouped_mm", "sonicmoe"
 SHOWN = PASSES[2:]  # calls back to back
 ABOUT = f"""Calls back to back on other GPUs. torch's time is that of {title(PEER)} over this package's, and the peak
 this package's over that of {title(PEER)}."""
@@ -45,7 +45,8 @@ def by_gpu() -> dict[str, list[dict]]:
 
 
 def layers(record: dict) -> list[dict]:
-    """Of each case that ran both passes beside its bound and the peer: case, GPU's times, and ratios by name."""
+    """Of each case that ran both passes beside its bound and the peer: case, GPU's times, and ratios by name; of
+    SonicMoE those of a training pass, or None."""
     entries = {(e["case"], e["provider"]): e for e in merged_layers(rows_of(record, "layer"))}
     found = []
     for case in (name for name in cases.LAYERS if (name, "moeblaze") in entries):
@@ -55,7 +56,12 @@ def layers(record: dict) -> list[dict]:
             more = peer["peak_mib"] - ours["peak_mib"]
             peaks = {"peak": ours["peak_mib"] / peer["peak_mib"], "peer_more_mib": more}
             about = {"card": card_of(record), "commit": record["commit_info"]["id"]}
-            found.append({"case": case, "passes": of_passes, **peaks, **about})
+            sonicmoe = entries.get((case, SONICMOE)) and {
+                "time": entries[case, SONICMOE][SHOWN[1]] / ours[SHOWN[1]],
+                "more": entries[case, SONICMOE]["peak_mib"] - ours["peak_mib"],
+                "peak": ours["peak_mib"] / entries[case, SONICMOE]["peak_mib"],
+            }
+            found.append({"case": case, "passes": of_passes, SONICMOE: sonicmoe, **peaks, **about})
     return found
 
 
@@ -88,7 +94,21 @@ def headline() -> list[str]:
             f"cuBLAS, and torch's `grouped_mm` {span(speed)} times as long as this layer "
             f"(median {statistics.median(speed):.2f}, {len(rows)} layers).",
         ]
+        if beside := [row[SONICMOE] for row in rows if row[SONICMOE]]:
+            times, peaks = ([found[name] for found in beside] for name in ("time", "peak"))
+            lines += [
+                f"SonicMoE takes {span(times)} times as long (median {statistics.median(times):.2f}, "
+                f"{len(beside)} layers),",
+                f"and this layer needs {statistics.median(peaks):.2f} of its peak memory ({span(peaks)}).",
+            ]
     return lines
+
+
+def of_gpu(gpu: str) -> Records:
+    """All records of a GPU by `name_of`, those of its folder too, oldest first."""
+    found = {str(path): json.loads(path.read_text()) for path in FOLDER.rglob("*.json") if path.stem != "fp8"}
+    mine = {path: record for path, record in found.items() if name_of(record) == gpu}
+    return Records(dict(sorted(mine.items(), key=lambda item: (item[1]["datetime"], item[0]))))
 
 
 def of_tables(main: Records) -> tuple[dict[str, tuple[float, float]], dict[str, list[str]]]:
@@ -110,8 +130,15 @@ def of_tables(main: Records) -> tuple[dict[str, tuple[float, float]], dict[str, 
     return found, {gpu: list(of_gpu) for gpu, of_gpu in commits.items()}
 
 
-def section(table: Callable[[list[str], Iterable[list[str]]], list[str]], main: Records) -> list[str]:
-    """Lines of docs/results.md, with the figures of `main`'s GPU beside another's; none without a record."""
+def section(
+    table: Callable[[list[str], Iterable[list[str]]], list[str]],
+    peers: Callable[[Records], list[str]],
+    main: Records,
+) -> list[str]:
+    """Lines of docs/results.md, with the figures of `main`'s GPU beside another's; none without a record.
+
+    peers: lines of a table of the other layers in records.
+    """
     lines = []
     beside, commits = of_tables(main)
     for gpu, rows in by_gpu().items():
@@ -134,4 +161,6 @@ def section(table: Callable[[list[str], Iterable[list[str]]], list[str]], main: 
                 cells += [f"{value:.2f}" for value in beside[row["case"]]] if row["case"] in beside else ["-", "-"]
             made.append(cells)
         lines += table(head, made)
+        if beside := peers(of_gpu(gpu)):
+            lines += ["", f"Other layers on {gpu}:", *beside]
     return ["", "## Other GPUs", "", ABOUT, *lines] if lines else []

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from pathlib import Path
 
 from bench.recorded import RECORDS
 from bench.table import number, span
@@ -37,18 +38,23 @@ memory over the peer's. Gradients of FSDP2 travel in float32 or bfloat16, or the
 them where they are summed. The last layer keeps its parameters after forward."""
 
 
-def rows() -> list[dict]:
-    """Of all records, a file for each number of GPUs of a machine, by case. Raises ValueError for two kinds of GPU."""
+def rows(folder: Path = FOLDER) -> list[dict]:
+    """Of all records of a folder, by case. Raises ValueError for two kinds of GPU."""
     found: dict[tuple, dict] = {}
-    for path in sorted(FOLDER.glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
         for row in record["rows"]:
             key = tuple(row[name] for name in ("case", "what", "provider", "gpus"))
             ms = row.get("back_to_back_ms", row.get("ms"))  # of calls back to back where the record has them
             found[key] = row | {"ms": ms, "gpu": record["environment"]["gpu"], "commit": record["commit"]}
     if len(gpus := {row["gpu"] for row in found.values()}) > 1:
-        raise ValueError(f"bench.report: {FOLDER.name}/: expected records of one kind of GPU, got {sorted(gpus)}")
+        raise ValueError(f"bench.report: {folder.name}/: expected records of one kind of GPU, got {sorted(gpus)}")
     return sorted(found.values(), key=lambda row: row["case"])
+
+
+def of_other_gpus() -> list[list[dict]]:
+    """`rows` of each other kind of GPU, which has a folder."""
+    return [rows(path) for path in sorted(FOLDER.iterdir()) if path.is_dir()]
 
 
 def _pivot(found: list[dict], titles: dict[str, str], cell) -> tuple[list[str], list[list[str]]]:
@@ -154,6 +160,14 @@ def headline(route: str = "pull") -> list[str]:
             f"and gradients are stored in bfloat16, {graph} if steps are a CUDA graph, too, and {nccl} with NCCL's",
             "collectives and gradients in float32.",
         ]
+    for others in of_other_gpus():
+        by_number: dict[int, list[dict]] = {}
+        for row in others:
+            if row["provider"] == route and row["ms"]:
+                by_number.setdefault(row["gpus"], []).append(row)
+        kept = " and ".join(f"{_percent(found)} on {number}" for number, found in sorted(by_number.items()))
+        number = len(next(iter(by_number.values())))
+        lines += [f"{others[0]['gpu']}: with experts spread a GPU reaches {kept}", f"GPUs ({number} layers)."]
     return lines
 
 
@@ -182,4 +196,8 @@ def section(table) -> list[str]:
         f"{found[0]['gpu']}, commit {commits}.",
     ]
     lines += ["", "### Expert parallelism, forward and backward", *expert_tables(found, table)]
-    return [*lines, "", "### FSDP2, four layers, forward and backward", *fsdp_tables(found, table)]
+    lines += ["", "### FSDP2, four layers, forward and backward", *fsdp_tables(found, table)]
+    for others in of_other_gpus():
+        about = f"{others[0]['gpu']}, commit {', '.join(dict.fromkeys(row['commit'] for row in others))}"
+        lines += ["", f"### Expert parallelism on {about}", *expert_tables(others, table)]
+    return lines

@@ -17,7 +17,7 @@ matplotlib.rcParams["svg.hashsalt"] = "moeblaze"  # the same file for the same r
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from bench import cases, language_model_report, parallel_report, sweep_report, transformers_report  # noqa: E402
+from bench import cases, language_model_report, other_gpus, parallel_report, sweep_report, transformers_report  # noqa: E402
 from bench.recorded import RECORDS, Records, title  # noqa: E402
 
 LONG_SEQUENCES = RECORDS / "long_sequences" / "h200.json"
@@ -57,16 +57,25 @@ def figures(records: Records, name: str) -> dict[str, dict[str, float]]:
     return {provider: found[provider] for provider in STYLES if len(found.get(provider, ())) > 1}
 
 
+def of_cards(records: Records, name: str) -> dict[str, dict[str, dict[str, float]]]:
+    """`figures` by GPU, of each that has all of the front figure."""
+    found = {gpu_of(records): figures(records, name)}
+    for gpu in other_gpus.by_gpu():
+        mine = [record for record in other_gpus.records() if other_gpus.name_of(record) == gpu]
+        found[gpu] = figures(Records({str(number): record for number, record in enumerate(mine)}), name)
+    wanted = [(provider, case) for provider in FRONT_PROVIDERS for case in FRONT_CASES]
+    return {gpu: of for gpu, of in found.items() if all(case in of.get(provider, {}) for provider, case in wanted)}
+
+
 def front(records: Records) -> Figure:
-    """Forward and backward of five layers, calls back to back: time over cuBLAS's products, and peak memory."""
-    times_bound = figures(records, "forward_backward_back_to_back_ratio")
-    panels = (
-        (times_bound, 1.0, "Time, in units of its matrix products in cuBLAS"),
-        (figures(records, "peak_mib"), 1024.0, "Peak memory beyond weights and gradients, GiB"),
-    )
-    figure, both = plt.subplots(1, 2, figsize=(9.0, 5.2), sharey=True, layout="constrained")
+    """Forward and backward of five layers, calls back to back: time over cuBLAS's products by GPU, and peak memory."""
+    cards = of_cards(records, "forward_backward_back_to_back_ratio")
+    panels = [(series, 1.0, f"Time, {' '.join(gpu.split()[:2])}") for gpu, series in cards.items()]
+    panels.append((figures(records, "peak_mib"), 1024.0, "Peak memory, GiB"))
+    figure, drawn = plt.subplots(1, len(panels), figsize=(10.8, 5.2), sharey=True, layout="constrained")
     height = 0.27
-    for number, (axes, (series, unit, heading)) in enumerate(zip(both, panels, strict=True)):
+    for axes, (series, unit, heading) in zip(drawn, panels, strict=True):
+        is_time = unit == 1.0
         for row, case in enumerate(FRONT_CASES):
             for bar, provider in enumerate(FRONT_PROVIDERS):
                 value, y = series[provider][case] / unit, row + (bar - 1) * height
@@ -75,24 +84,28 @@ def front(records: Records) -> Figure:
                 text = f" {value:.2f}" + (f"  {label(provider)}" if row == 0 else "")
                 axes.text(value, y, text, va="center", color=INK, fontsize=9, fontweight="bold" if ours else "normal")
         axes.set_title(heading, fontsize=10, loc="left", color=INK)
-        axes.set_xlim(0, 1.16 * max(max(series[p][c] for c in FRONT_CASES) for p in FRONT_PROVIDERS) / unit)
+        # the names stand beside the first row's bars
+        longest = max(max(series[p][c] for c in FRONT_CASES) for p in FRONT_PROVIDERS)
+        named = max(series[p][FRONT_CASES[0]] for p in FRONT_PROVIDERS)
+        axes.set_xlim(0, max(1.16 * longest, 1.75 * named) / unit)
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(axis="y", length=0, pad=6)
-        if number == 0:
+        if is_time:
             axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
             axes.annotate("cuBLAS = 1", (1, len(FRONT_CASES) - 0.52), (1.05, len(FRONT_CASES) - 0.52), fontsize=8,
                           color=INK, va="center")  # fmt: skip
     shapes = [cases.LAYERS[case] for case in FRONT_CASES]
     names = [f"{cases.NAMES[s.name]}\n{s.E} experts, top {s.k}\nd {s.d}, h {s.h}" for s in shapes]
-    both[0].set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
-    both[0].set_ylim(len(names) - 0.35, -0.55)
+    drawn[0].set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
+    drawn[0].set_ylim(len(names) - 0.35, -0.55)
     figure.suptitle(
         "A training pass of one MoE layer: faster than SonicMoE and torch, in less memory",
         fontsize=12.5, fontweight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
-        f"One {gpu_of(records)}, bf16, SwiGLU, forward and backward, calls back to back. Shorter is better.",
+        "One GPU, bf16, SwiGLU, forward and backward, calls back to back. Time is in units of the layer's\n"
+        "matrix products in cuBLAS, memory beyond weights and gradients. Shorter is better.",
         fontsize=8.5, color=INK,
     )  # fmt: skip
     return figure

@@ -27,8 +27,8 @@ TITLES = {
     "quack": "QuACK",
     "liger": "Liger",
     "scattermoe": "ScatterMoE",
-    "momoe_100": "MoMoE 100%",
-    "momoe_0": "MoMoE 0%",
+    "momoe_100": "MoMoE, all saved",
+    "momoe_0": "MoMoE, none saved",
     "megablocks": "MegaBlocks",
 }
 

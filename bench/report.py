@@ -144,7 +144,7 @@ def shapes_section(records: Records) -> list[str]:
 
 
 def peer_section(records: Records) -> list[str]:
-    """Peers by case; torch has a column in the layer's tables."""
+    """Peers by case; torch has columns in the layer's tables."""
     found = {key: times for key, times in beside_peers(records).items() if key[1] != "torch_grouped_mm"}
     shown = (*(what for what in PASSES if what.endswith("back_to_back")), "peak")
     rows = [
@@ -412,9 +412,10 @@ same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tok
 stands the composition of bf16 torch operations over a routed buffer. Cells are the least and the greatest of the
 layers."""
 MARIN = """SonicMoE's published pass with backward at marin's shape takes 8.446 ms on one H100 (marin #7024)."""
-NO_ROWS = """No rows: MoMoE was not timed. FastMoE's experts have no gate, and it, Tutel and MegaBlocks are extensions
-that were not built for torch 2.11. DeepSpeed-MoE pads every expert to a capacity. No public code of TurboMoE was found.
-DeepGEMM has no layer to train. Of Megatron-Core only its experts without Transformer Engine were timed
+NO_ROWS = """No rows: MegaBlocks (78eea65) does not compile with CUDA 13, whose CUB has no `debug_synchronous`.
+FastMoE's experts have no gate, and it and Tutel are extensions that were not built for torch 2.11. DeepSpeed-MoE pads
+every expert to a capacity. No public code of TurboMoE was found. DeepGEMM has no layer to train. Its products (2.6.1,
+built for torch 2.11) crashed in the first call. Of Megatron-Core only its experts without Transformer Engine were timed
 (`bench/records/megatron/`)."""
 PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
 other's."""
@@ -470,7 +471,7 @@ def results(records: Records) -> str:
     lines += transformers_report.section(list(records.by_name.values()), table)
     lines += language_model_report.section(table)
     lines += parallel_report.section(table)
-    lines += other_gpus.section(table, records)
+    lines += other_gpus.section(table, peer_section, records)
     lines += two_gpus.section(table, records)
     lines += ["", "## Where the figures come from", "", PROVENANCE, *sources(records)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"

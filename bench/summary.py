@@ -67,9 +67,10 @@ def _layers(records: Records, provider: str) -> list[dict[str, float]]:
 
 
 def _of_layers(rows: list[dict[str, float]]) -> list[str]:
-    """Two cells: the median and the span of times, the span of GiB."""
+    """Two cells: the span of times, of three or more with the median, and the span of GiB."""
     times = [row["time"] for row in rows]
-    return [f"{statistics.median(times):.2f} ({span(times)})", span(row["more"] / 1024 for row in rows)]
+    middle = f"{statistics.median(times):.2f} ({span(times)})" if len(times) > 2 else span(times)
+    return [middle, span(row["more"] / 1024 for row in rows)]
 
 
 def _gpu(records: Records) -> str:
@@ -86,8 +87,9 @@ def _table(records: Records) -> list[str]:
     rows.append([name, *_of_layers(torchs), *_of_layers(sonicmoe)])
     for gpu, of_gpu in other_gpus.by_gpu().items():
         found = [{"time": row["passes"][other_gpus.SHOWN[1]][2], "more": row["peer_more_mib"]} for row in of_gpu]
-        name = f"One layer, {gpu}, {len(found)} shapes"
-        rows.append([name, *_of_layers(found), *not_run])
+        beside = [row[other_gpus.SONICMOE] for row in of_gpu if row[other_gpus.SONICMOE]]
+        name = f"One layer, {gpu}, {len(found)} shapes" + (f" (SonicMoE: {len(beside)})" if beside else "")
+        rows.append([name, *_of_layers(found), *(_of_layers(beside) if beside else not_run)])
     for (case, what), (ours, base) in transformers_report.steps(list(records.by_name.values()), STEPS_SHOWN).items():
         mode = "compiled" if what.endswith("compiled") else "eager"
         more = (base["peak_mib"] - ours["peak_mib"]) / 1024

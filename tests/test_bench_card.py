@@ -129,7 +129,7 @@ def test_the_page_shows_a_record_that_was_sent_back(measured, tmp_path, monkeypa
     (tmp_path / "rtx4090.json").write_text(json.dumps(record))
     (tmp_path / "card.json").unlink()
     monkeypatch.setattr(other_gpus, "FOLDER", tmp_path)
-    text = "\n".join([*other_gpus.headline(), *other_gpus.section(report.table, Records({}))])
+    text = "\n".join([*other_gpus.headline(), *other_gpus.section(report.table, report.peer_section, Records({}))])
     assert "NVIDIA GeForce RTX 4090, portable kernels, 450 W, driver 1, torch 2, commit `c`." in text
     assert "| conf5 | 2,000 | 2.00 | 1.50 | 2,000 | 2.00 | 1.50 | 1.00 |" in text
 

@@ -1,6 +1,8 @@
 """Plots and drawings: nothing lies outside the canvas or on another text, and they show what the records hold."""
 
 import functools
+import itertools
+import json
 import re
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench import cases, plots, sweep_report
-from bench.recorded import Records
+from bench.recorded import RECORDS, Records
 from bench.table import merged_layers, rows_of
 from docs import draw
 
@@ -94,11 +96,13 @@ def test_plots_name_this_package(name):
 
 
 def test_front_figure_shows_the_records():
-    """By another way than the plot's: each row of the newest record of layers, and the sentence on top."""
+    """By another way than the plot's: each row of the newest records of layers, and the sentence on top."""
     texts = " ".join(text for text, _ in shown_texts(figure_of("front.svg")))
-    rows = merged_layers(rows_of(records().by_name["h200-layer-peers"], "layer"))
-    by_key = {(row["case"], row["provider"]): row for row in rows if row["order"] == "transposed"}
-    for case in plots.FRONT_CASES:
+    found = [merged_layers(rows_of(records().by_name["h200-layer-peers"], "layer"))]
+    found.append(merged_layers(rows_of(json.loads((RECORDS / "other_gpus" / "h100-layer.json").read_text()), "layer")))
+    assert "Time, NVIDIA H200" in texts and "Time, NVIDIA H100" in texts
+    for rows, case in itertools.product(found, plots.FRONT_CASES):
+        by_key = {(row["case"], row["provider"]): row for row in rows if row["order"] == "transposed"}
         ours = by_key[case, "moeblaze"]
         for provider in plots.FRONT_PROVIDERS:
             row = by_key[case, provider]

@@ -37,7 +37,8 @@ def measured(case: str) -> set[float]:
     values: set[float] = set()
     if case in cases.LAYERS and (routing := cases.LAYERS[case].routing) != "random":
         values |= beside_random_routing(case, case.removesuffix(f"_{routing}"))
-    for path in (*RECORDS.glob("*.json"), *RECORDS.glob("other_gpus/*.json")):
+    of_other_gpus = *RECORDS.glob("other_gpus/*.json"), *RECORDS.glob("other_gpus/*/layer-*.json")
+    for path in (*RECORDS.glob("*.json"), *of_other_gpus):
         rows = [r for r in json.loads(path.read_text())["benchmarks"] if r["extra_info"]["case"] == case]
         seconds = {json.dumps(r["extra_info"], sort_keys=True): r["stats"]["median"] for r in rows}
         for row in rows:
@@ -64,7 +65,7 @@ def measured(case: str) -> set[float]:
                     values.add(median / bound)
                     if "back_to_back_ms" in extra and "back_to_back_ms" in about:
                         values.add(extra["back_to_back_ms"] / about["back_to_back_ms"])
-    for path in (ROOT / "bench" / "records" / "parallel").glob("*.json"):
+    for path in (ROOT / "bench" / "records" / "parallel").rglob("*.json"):
         rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case and "ms" in row]
         times = [row.get("back_to_back_ms", row["ms"]) for row in rows]
         kinds = [(row["what"], "fp8" in row["provider"], "graph" in row["provider"]) for row in rows]
@@ -295,10 +296,19 @@ def test_readme_compares_layers_as_the_records_do():
     for (case, what, provider), extra in of_h100().items():
         if what == "forward_backward" and "back_to_back_ms" in extra and extra["order"] == "transposed":
             by_case.setdefault(case, {})[provider] = extra
-    both = [(r["moeblaze"], r["torch_grouped_mm"]) for r in by_case.values() if "torch_grouped_mm" in r and len(r) > 2]
-    pairs = [(t["back_to_back_ms"] / o["back_to_back_ms"], t["peak_mib"] - o["peak_mib"]) for o, t in both]
-    row = readme_rows()[f"One layer, NVIDIA H100 80GB HBM3, {len(pairs)} shapes"]
-    assert row == [*of_layers(pairs), "not run", "not run"]
+    pairs = [
+        [
+            (
+                of[name]["back_to_back_ms"] / of["moeblaze"]["back_to_back_ms"],
+                of[name]["peak_mib"] - of["moeblaze"]["peak_mib"],
+            )
+            for of in by_case.values()
+            if name in of
+        ]
+        for name in found
+    ]
+    row = readme_rows()[f"One layer, NVIDIA H100 80GB HBM3, {len(pairs[0])} shapes (SonicMoE: {len(pairs[1])})"]
+    assert row == [*of_layers(pairs[0]), *of_layers(pairs[1])] and len(pairs[1]) == 21
 
 
 @pytest.mark.parametrize(
@@ -434,8 +444,8 @@ def test_a_record_of_another_gpu_without_torch_is_refused_by_its_name(tmp_path, 
     ours = [row for row in record["benchmarks"] if row["extra_info"]["provider"] != other_gpus.PEER]
     (tmp_path / "h300-layer.json").write_text(json.dumps(record | {"benchmarks": ours}))
     monkeypatch.setattr(other_gpus, "FOLDER", tmp_path)
-    said = r"^bench.report: h300-layer.json: expected a layer .* got none among the providers \['cublas_bound', 'moe"
-    for lines in (other_gpus.headline, lambda: other_gpus.section(None, Records({}))):
+    said = r"^bench.report: h300-layer.json: expected a layer .* got none among the providers \['cublas_and"
+    for lines in (other_gpus.headline, lambda: other_gpus.section(None, None, Records({}))):
         with pytest.raises(ValueError, match=said):
             lines()
 
@@ -456,12 +466,12 @@ def test_two_records_of_another_gpu_are_one_table_beside_the_pages_gpu(tmp_path,
     for was, row in zip(before, rows, strict=True):
         factor = 1.5 if row["case"] == "conf3" else 1
         assert row["passes"][both][1] == pytest.approx(factor * was["passes"][both][1])
-    text = "\n".join(other_gpus.section(report.table, records))
-    assert ", commit `4e8deb3` (conf1, conf2, conf4," in text and "; commit `newer12` (conf3).\n" in text
+    text = "\n".join(other_gpus.section(report.table, report.peer_section, records))
+    assert ", commit `ebcca78` (conf1, conf2, conf4," in text and "; commit `newer12` (conf3).\n" in text
     ours, torchs = (records.entries()["conf3", "transposed", n][f"{both}_ratio"] for n in ("moeblaze", other_gpus.PEER))
     assert re.search(rf"^\| conf3 \|.* \| {ours:.2f} \| {torchs / ours:.2f} \|$", text, re.MULTILINE)
-    assert len(other_gpus.headline()) == 2 and "there, over bound" not in "\n".join(
-        other_gpus.section(report.table, Records({}))
+    assert len(other_gpus.headline()) == 4 and "there, over bound" not in "\n".join(
+        other_gpus.section(report.table, report.peer_section, Records({}))
     )
 
 

@@ -61,10 +61,10 @@ CARDS = {
     ),
     "h100": Card(
         "NVIDIA H100 80GB HBM3",
-        tflops=674.9,
-        gb_per_s=2843,
-        tokens=8192,
-        ranges={("sm90", FORWARD): (0.75, 0.87), ("sm90", BOTH): (0.78, 0.89)},
+        tflops=680.1,
+        gb_per_s=2897,
+        tokens=2048,
+        ranges={("sm90", FORWARD): (0.73, 0.86), ("sm90", BOTH): (0.78, 0.89)},
     ),
 }
 

@@ -89,7 +89,8 @@ MEASURED = memory.LayerShape(L=32768, d=2048, h=768, E=128, k=8, transposed=True
     [
         ({}, "sm90", "minimal", (True, True)),
         ({}, "sm90", "paper", (False, False)),
-        ({"L": 4096}, "sm90", "minimal", (False, False)),
+        ({"L": 4096}, "sm90", "minimal", (False, True)),
+        ({"L": 1024}, "sm90", "minimal", (False, False)),
         ({"bias": "float32"}, "sm90", "minimal", (False, False)),
         ({"ragged": True}, "sm90", "minimal", (False, False)),
         ({}, "sm80", "minimal", (False, False)),  # no record of portable kernels
