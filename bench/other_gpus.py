@@ -14,9 +14,8 @@ from bench.table import PASSES, merged_layers, number, rows_of, span
 FOLDER = RECORDS / "other_gpus"
 PEER, SONICMOE = "torch_grouped_mm", "sonicmoe"
 SHOWN = PASSES[2:]  # calls back to back
-ABOUT = f"""Calls back to back on other GPUs. torch's time is that of {title(PEER)} over this package's, and the peak
-this package's over that of {title(PEER)}."""
-BESIDE = "The last columns are the same passes with backward on {}."
+ABOUT = f"""Calls back to back on other GPUs. Times of torch ({title(PEER)}) and SonicMoE are over this package's,
+peaks this package's over theirs."""
 
 
 def records() -> list[dict]:
@@ -111,54 +110,31 @@ def of_gpu(gpu: str) -> Records:
     return Records(dict(sorted(mine.items(), key=lambda item: (item[1]["datetime"], item[0]))))
 
 
-def of_tables(main: Records) -> tuple[dict[str, tuple[float, float]], dict[str, list[str]]]:
-    """A training pass on the GPU of the page's tables by case: times the bound, and torch's time over this package's,
-    each over the bound of its own run. And the commits of the records, by GPU."""
-    newest = {
-        (entry["case"], entry["provider"]): (entry, record)
-        for record in main.by_name.values()
-        for entry in merged_layers(rows_of(record, "layer"))
-        if f"{SHOWN[1]}_ratio" in entry and entry["order"] == "transposed"
-    }
-    found, commits = {}, {}
-    for case in (case for case, provider in newest if provider == "moeblaze" and (case, PEER) in newest):
-        pair = [newest[case, provider] for provider in ("moeblaze", PEER)]
-        ours, torchs = (entry[f"{SHOWN[1]}_ratio"] for entry, _ in pair)
-        found[case] = ours, torchs / ours
-        for _, record in pair:
-            commits.setdefault(name_of(record), {})[record["commit_info"]["id"]] = None
-    return found, {gpu: list(of_gpu) for gpu, of_gpu in commits.items()}
-
-
 def section(
     table: Callable[[list[str], Iterable[list[str]]], list[str]],
     peers: Callable[[Records], list[str]],
-    main: Records,
 ) -> list[str]:
-    """Lines of docs/results.md, with the figures of `main`'s GPU beside another's; none without a record.
+    """Lines of docs/results.md; none without a record.
 
-    peers: lines of a table of the other layers in records.
+    peers: lines of a table of layers that have no column, in records.
     """
     lines = []
-    beside, commits = of_tables(main)
     for gpu, rows in by_gpu().items():
-        is_another = not any(gpu.startswith(name) for name in commits) and any(row["case"] in beside for row in rows)
         lines += ["", sources(rows)]
         passes = ("forward", "with backward")
         head = [f"{name}{what}" for name in passes for what in (", ms", ", over bound", ", torch's time")]
         head = ["case", *head, "our peak over its"]
-        if is_another:
-            of_main = (f"{name}, commit {', '.join(f'`{c}`' for c in ids)}" for name, ids in commits.items())
-            lines += [BESIDE.format(" and ".join(of_main))]
-            head += ["there, over bound", "there, torch's time"]
+        with_sonicmoe = any(row[SONICMOE] for row in rows)
+        head += ["with backward, SonicMoE's time", "our peak over its"] * with_sonicmoe
         made = []
         for row in rows:
             cells = [row["case"]]
             for seconds, bound, speed in row["passes"].values():
                 cells += [number(seconds * 1e3), f"{bound:.2f}", f"{speed:.2f}"]
             cells.append(f"{row['peak']:.2f}")
-            if is_another:
-                cells += [f"{value:.2f}" for value in beside[row["case"]]] if row["case"] in beside else ["-", "-"]
+            if with_sonicmoe:
+                found = row[SONICMOE]
+                cells += [f"{found['time']:.2f}", f"{found['peak']:.2f}"] if found else ["-", "-"]
             made.append(cells)
         lines += table(head, made)
         if beside := peers(of_gpu(gpu)):

@@ -78,7 +78,7 @@ def _peak(row: dict) -> str:
     return f"{row['peak_mib']:,.0f}" if "peak_mib" in row else ""  # a CUDA graph has none
 
 
-def expert_tables(found: list[dict], table) -> list[str]:
+def expert_tables(found: list[dict], table, with_peaks: bool = True) -> list[str]:
     """Times with efficiency and speed over the peer, then peak memory with its share of the peer's."""
     spread = [row for row in found if row["what"] == "experts" and row["ms"] and row["gpus"] > 1]
     peers = {(row["case"], row["gpus"]): row for row in spread if row["provider"] == PEER}
@@ -94,9 +94,10 @@ def expert_tables(found: list[dict], table) -> list[str]:
         peer, mib = peer_of(row), _peak(row)
         return f"{mib} ({number(row['peak_mib'] / peer['peak_mib'])})" if mib and peer is not None else mib
 
+    peaks = ["", "Peak memory in MiB, and in brackets the share:", *table(*_pivot(spread, TITLES, peak))]
     return [
         *("", "Milliseconds, and in brackets efficiency and speed:", *table(*_pivot(spread, TITLES, time))),
-        *("", "Peak memory in MiB, and in brackets the share:", *table(*_pivot(spread, TITLES, peak))),
+        *(peaks if with_peaks else ()),
     ]
 
 
@@ -199,5 +200,5 @@ def section(table) -> list[str]:
     lines += ["", "### FSDP2, four layers, forward and backward", *fsdp_tables(found, table)]
     for others in of_other_gpus():
         about = f"{others[0]['gpu']}, commit {', '.join(dict.fromkeys(row['commit'] for row in others))}"
-        lines += ["", f"### Expert parallelism on {about}", *expert_tables(others, table)]
+        lines += ["", f"### Expert parallelism on {about}", *expert_tables(others, table, with_peaks=False)]
     return lines

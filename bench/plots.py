@@ -28,7 +28,6 @@ STYLES = {
     "moeblaze": ("#0b5394", "o"),
     "sonicmoe": ("#e69138", "D"),
     "torch_grouped_mm": ("#a3a3a3", "s"),
-    "moeblaze_sm80": ("#6fa8dc", "v"),
 }
 FRONT_PROVIDERS = ("moeblaze", "sonicmoe", "torch_grouped_mm")
 INK, FAINT = "#222222", "#cfcfcf"
@@ -38,7 +37,7 @@ ARM_COLORS |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5", "fp8_wgrad": "#38761d", 
 
 def label(provider: str) -> str:
     """A provider's name in a plot."""
-    return {"moeblaze": OURS, "moeblaze_sm80": f"{OURS}, portable kernels"}.get(provider, title(provider))
+    return OURS if provider == "moeblaze" else title(provider)
 
 
 def gpu_of(records: Records) -> str:
@@ -381,7 +380,7 @@ def steps_by_tokens(record: dict) -> Figure:
     zero."""
     arms = {
         "moeblaze_limit": (f"{OURS}, memory_limit", *STYLES["moeblaze"]),
-        "moeblaze": (OURS, *STYLES["moeblaze_sm80"]),
+        "moeblaze": (OURS, "#6fa8dc", "v"),
         "grouped_mm": (title("torch_grouped_mm"), *STYLES["torch_grouped_mm"]),
     }
     figure, both = plt.subplots(1, 2, figsize=(9.0, 3.6), layout="constrained")

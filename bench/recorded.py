@@ -14,7 +14,7 @@ from moeblaze_cupy.tools import memory
 
 RECORDS = Path(__file__).resolve().parent / "records"
 MIB = 2**20
-OURS = ("moeblaze", "moeblaze_recompute", "moeblaze_paper", "moeblaze_sm80")
+OURS = ("moeblaze", "moeblaze_recompute", "moeblaze_paper")
 POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_paper": "paper"}
 # how others are called in tables; ours keep their names
 TITLES = {

@@ -79,14 +79,14 @@ def sources(records: Records) -> list[str]:
     return ["", f"Records are of {most}, unless they say otherwise.", *lines, *notes]
 
 
-def _more_than_one(keys: Iterable[tuple[str, str, str]]) -> set[str]:
-    """Providers in keys of case, order and provider, but for other layers that ran on one of many cases: the table of
-    layers in the same run has these."""
+def _of_many_cases(keys: Iterable[tuple[str, str, str]]) -> set[str]:
+    """Providers in keys of case, order and provider, but for other layers that ran on one or two of many cases: the
+    table of layers in the same run has these."""
     cases_of: dict[str, set[str]] = {}
     for case, _, provider in keys:
         cases_of.setdefault(provider, set()).add(case)
-    many = max(map(len, cases_of.values()), default=0) > 1
-    return {name for name, found in cases_of.items() if len(found) > 1 or name in OURS or not many}
+    many = max(map(len, cases_of.values()), default=0) > 2
+    return {name for name, found in cases_of.items() if len(found) > 2 or name in OURS or not many}
 
 
 def layer_section(records: Records, what: str, heading: str) -> list[str]:
@@ -95,7 +95,7 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
     entries = {key: entry for key, entry in records.entries().items() if what in entry}
     if not entries:
         return []
-    shown = _more_than_one(entries)
+    shown = _of_many_cases(entries)
     columns = [
         (name, order)
         for name in (*OURS, *TITLES)
@@ -144,8 +144,12 @@ def shapes_section(records: Records) -> list[str]:
 
 
 def peer_section(records: Records) -> list[str]:
-    """Peers by case; torch has columns in the layer's tables."""
-    found = {key: times for key, times in beside_peers(records).items() if key[1] != "torch_grouped_mm"}
+    """Peers by case, but for those that have columns in the layer's tables, which are of random routing."""
+    found = {
+        (case, name): times
+        for (case, name), times in beside_peers(records).items()
+        if name != "torch_grouped_mm" and not (name == "sonicmoe" and cases.LAYERS[case].routing == "random")
+    }
     shown = (*(what for what in PASSES if what.endswith("back_to_back")), "peak")
     rows = [
         [case, title(name), *(ratio(found[case, name].get(what)) for what in shown)]
@@ -164,7 +168,7 @@ def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], l
         for (case, order, provider), entry in records.entries().items()
         if order == "transposed" and entry.get(figure) is not None
     }
-    shown = _more_than_one((case, "transposed", provider) for case, provider in entries)
+    shown = _of_many_cases((case, "transposed", provider) for case, provider in entries)
     providers = [name for name in (*OURS, *TITLES) if name in shown]
     return entries, providers, [name for name in cases.LAYERS if any(key[0] == name for key in entries)]
 
@@ -392,8 +396,7 @@ INTRODUCTION = """How to read the tables:
 - The bound is the time of the layer's matrix products alone in cuBLAS, with equal tokens per expert, no routing and no
   activation.
 - "cuBLAS and copies" runs the bound's products while another stream copies what a layer reads and writes beyond them.
-- `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`)
-  with their former tiles.
+- `moeblaze` is `save="minimal"` on Hopper's kernels. [Other GPUs](#other-gpus) has the portable kernels.
 - Weights are in transformers' memory order, unless a column says row-major. The router is not in a layer's time.
 - Times are medians of device time. Ratios compare rows of one run, or of two runs times over their own bounds. The
   bound shown is that of moeblaze's run.
@@ -417,8 +420,8 @@ FastMoE's experts have no gate, and it and Tutel are extensions that were not bu
 every expert to a capacity. No public code of TurboMoE was found. DeepGEMM has no layer to train. Its products (2.6.1,
 built for torch 2.11) crashed in the first call. Of Megatron-Core only its experts without Transformer Engine were timed
 (`bench/records/megatron/`)."""
-PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
-other's."""
+PEERS = """Of those without a column above: the time over moeblaze's in the same run, so above 1 moeblaze is faster, and
+moeblaze's peak memory over theirs."""
 PROVENANCE = """`python -m bench.report` writes this page from the records in `bench/records/`. `bench/README.md` says
 how they are made."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all experts get equally many slots. Both
@@ -445,7 +448,7 @@ def results(records: Records) -> str:
     if table2 := table2_section(records):
         lines += ["", "### Table 2: forward and backward, time, and memory saved / peak", *table2]
     if peers := peer_section(records):
-        lines += ["", "### Other layers in the same run", "", PEERS, *peers, "", NO_ROWS]
+        lines += ["", "### Other layers", "", PEERS, *peers, "", NO_ROWS]
     if errors := error_section(records):
         lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
     lines += accuracy_report.section(records.by_name.values())
@@ -471,7 +474,7 @@ def results(records: Records) -> str:
     lines += transformers_report.section(list(records.by_name.values()), table)
     lines += language_model_report.section(table)
     lines += parallel_report.section(table)
-    lines += other_gpus.section(table, peer_section, records)
+    lines += other_gpus.section(table, peer_section)
     lines += two_gpus.section(table, records)
     lines += ["", "## Where the figures come from", "", PROVENANCE, *sources(records)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"

@@ -1,6 +1,5 @@
 """Blocks of figures that `python -m bench.report` writes into README.md and docs/performance.md, between markers."""
 
-import json
 import statistics
 from collections.abc import Iterable
 
@@ -13,7 +12,7 @@ from bench import (
     parallel_report,
     transformers_report,
 )
-from bench.recorded import RECORDS, Records, beside_peers
+from bench.recorded import Records, beside_peers
 from bench.table import PASSES, span
 
 START, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
@@ -115,13 +114,7 @@ with 4 layers and a vocabulary of 8,192: router, attention, loss and AdamW are i
 
 def readme(records: Records) -> str:
     """The front figure and the table of times and memory; all layers of calls back to back, as in training."""
-    entries, ratio = records.entries(), f"{BACK_TO_BACK[1]}_ratio"
-    portable = {case: e[ratio] for (case, _, name), e in entries.items() if name == "moeblaze_sm80"}
-    of = {n: {c: entries[c, "transposed", n][ratio] for c in portable} for n in ("moeblaze", "torch_grouped_mm")}
-    slower, torchs = (
-        span(portable[c] / of["moeblaze"][c] for c in portable),
-        span(of["torch_grouped_mm"][c] / portable[c] for c in portable),
-    )
+    bounds = [of_gpu["passes"][other_gpus.SHOWN[1]][1] for of_gpu in portable()]
     return block(
         [
             "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
@@ -129,19 +122,16 @@ def readme(records: Records) -> str:
             *_table(records),
             "",
             *ABOUT.splitlines(),
-            f"With their former tiles the portable kernels, for other cards than Hopper, took {slower} times as long",
-            f"as Hopper's on an H200, and `grouped_mm` {torchs} times as long as they ({len(portable)} shapes).",
-            f"The present tiles take {portable_tiles()}.",
+            f"The portable kernels, for other cards than Hopper, take {span(bounds)} times as long as their products",
+            f"in cuBLAS on an H200 ({len(bounds)} shapes).",
             "[All results](docs/results.md) name the commit of each record.",
         ]
     )
 
 
-def portable_tiles() -> str:
-    """How long a training pass takes with the portable kernels' present tiles, which other records do not have yet."""
-    rows = json.loads((RECORDS / "compare" / "h100-portable-tiles.json").read_text())["rows"]
-    ratios = [row["ratio"] for row in rows if (row["what"], row["name"]) == ("layer", "forward_backward")]
-    return f"{span(ratios)} times as long as those ({len(ratios)} shapes, H100)"
+def portable() -> list[dict]:
+    """Layers of the portable kernels, as `other_gpus.layers` has them, of every GPU."""
+    return [row for gpu, rows in other_gpus.by_gpu().items() if gpu.endswith("portable kernels") for row in rows]
 
 
 def overview(records: Records) -> list[str]:
@@ -191,11 +181,9 @@ def performance(records: Records) -> str:
     shapes = len(_ratios(records, "moeblaze", BACK_TO_BACK[0])) - len(small)
     row(f"times the bound, {shapes} shapes", *greatest("moeblaze", lambda case: case not in small))
     row(f"times the bound, {len(small)} shapes of Table 2 (d 256, h 512)", *greatest("moeblaze", lambda c: c in small))
-    portable = len(_ratios(records, "moeblaze_sm80", BACK_TO_BACK[0]))
-    row(
-        f"times the bound, the portable tier's former tiles, {portable} shapes",
-        *greatest("moeblaze_sm80", lambda case: True),
-    )
+    of_portable = portable()
+    spans = [span(of["passes"][what][1] for of in of_portable) for what in other_gpus.SHOWN]
+    row(f"times the bound, the portable tier, {len(of_portable)} shapes", *spans)
     beside = _sonicmoe(records)
     row("SonicMoE's time over this layer's", *(span(f[what] for f in beside if what in f) for what in BACK_TO_BACK))
     row("this layer's peak memory over SonicMoE's", "-", span(f["peak"] for f in beside if "peak" in f))

@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bench import card, cases, kernels, mma, nvrtc, other_gpus, report  # noqa: E402
-from bench.recorded import Records  # noqa: E402
 from tests.environment import run_python  # noqa: E402
 
 CEILING = {"mma_tflops": 200.0, "mma_flops_per_processor_and_clock": 1000.0}
@@ -129,7 +128,7 @@ def test_the_page_shows_a_record_that_was_sent_back(measured, tmp_path, monkeypa
     (tmp_path / "rtx4090.json").write_text(json.dumps(record))
     (tmp_path / "card.json").unlink()
     monkeypatch.setattr(other_gpus, "FOLDER", tmp_path)
-    text = "\n".join([*other_gpus.headline(), *other_gpus.section(report.table, report.peer_section, Records({}))])
+    text = "\n".join([*other_gpus.headline(), *other_gpus.section(report.table, report.peer_section)])
     assert "NVIDIA GeForce RTX 4090, portable kernels, 450 W, driver 1, torch 2, commit `c`." in text
     assert "| conf5 | 2,000 | 2.00 | 1.50 | 2,000 | 2.00 | 1.50 | 1.00 |" in text
 

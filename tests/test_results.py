@@ -332,20 +332,12 @@ def test_readme_compares_steps_as_the_records_do(record, case, name, mode):
 
 def test_readme_says_what_portable_kernels_cost():
     """By another way than the summary's."""
-    times: dict[str, dict[str, float]] = {}
-    for rows in layer_rows():
-        for (case, order, provider), row in rows.items():
-            if order == "transposed" and (case, order, "cublas_bound") in rows:
-                over = row["back_to_back_ms"] / rows[case, order, "cublas_bound"]["back_to_back_ms"]
-                times.setdefault(case, {})[provider] = over
-    slower = [t["moeblaze_sm80"] / t["moeblaze"] for t in times.values() if "moeblaze_sm80" in t]
-    torchs = [t["torch_grouped_mm"] / t["moeblaze_sm80"] for t in times.values() if "moeblaze_sm80" in t]
-    text = " ".join(BLOCK.split())
-    assert f"took {min(slower):.2f} to {max(slower):.2f} times as long as Hopper's" in text
-    assert f"`grouped_mm` {min(torchs):.2f} to {max(torchs):.2f} times as long" in text
-    rows = json.loads((RECORDS / "compare" / "h100-portable-tiles.json").read_text())["rows"]
-    now = [r["after"] / r["before"] for r in rows if r["what"] == "layer" and r["name"].endswith("backward")]
-    assert f"present tiles take {min(now):.2f} to {max(now):.2f} times as long as those ({len(now)} shapes" in text
+    record = json.loads((RECORDS / "other_gpus" / "h200-portable.json").read_text())
+    rows = [row["extra_info"] for row in record["benchmarks"] if row["group"] == "layer"]
+    ms = {(r["case"], r["provider"]): r["back_to_back_ms"] for r in rows if r["pass"] == "forward_backward"}
+    over = [took / ms[case, "cublas_bound"] for (case, name), took in ms.items() if name == "moeblaze"]
+    told = f"take {min(over):.2f} to {max(over):.2f} times as long as their products in cuBLAS on an H200 ({len(over)} "
+    assert told in " ".join(BLOCK.split())
 
 
 def test_the_first_screen_of_the_readme_is_short():
@@ -445,12 +437,12 @@ def test_a_record_of_another_gpu_without_torch_is_refused_by_its_name(tmp_path, 
     (tmp_path / "h300-layer.json").write_text(json.dumps(record | {"benchmarks": ours}))
     monkeypatch.setattr(other_gpus, "FOLDER", tmp_path)
     said = r"^bench.report: h300-layer.json: expected a layer .* got none among the providers \['cublas_and"
-    for lines in (other_gpus.headline, lambda: other_gpus.section(None, None, Records({}))):
+    for lines in (other_gpus.headline, lambda: other_gpus.section(None, None)):
         with pytest.raises(ValueError, match=said):
             lines()
 
 
-def test_two_records_of_another_gpu_are_one_table_beside_the_pages_gpu(tmp_path, monkeypatch, records):
+def test_two_records_of_another_gpu_are_one_table(tmp_path, monkeypatch):
     """The newer record's row stands where both have one, and each card and commit is named."""
     record = json.loads((other_gpus.FOLDER / "h100-layer.json").read_text())
     newer = json.loads(json.dumps(record | {"datetime": "2999-01-01", "commit_info": {"id": "newer12"}}))
@@ -466,13 +458,9 @@ def test_two_records_of_another_gpu_are_one_table_beside_the_pages_gpu(tmp_path,
     for was, row in zip(before, rows, strict=True):
         factor = 1.5 if row["case"] == "conf3" else 1
         assert row["passes"][both][1] == pytest.approx(factor * was["passes"][both][1])
-    text = "\n".join(other_gpus.section(report.table, report.peer_section, records))
+    text = "\n".join(other_gpus.section(report.table, report.peer_section))
     assert ", commit `ebcca78` (conf1, conf2, conf4," in text and "; commit `newer12` (conf3).\n" in text
-    ours, torchs = (records.entries()["conf3", "transposed", n][f"{both}_ratio"] for n in ("moeblaze", other_gpus.PEER))
-    assert re.search(rf"^\| conf3 \|.* \| {ours:.2f} \| {torchs / ours:.2f} \|$", text, re.MULTILINE)
-    assert len(other_gpus.headline()) == 4 and "there, over bound" not in "\n".join(
-        other_gpus.section(report.table, report.peer_section, Records({}))
-    )
+    assert len(other_gpus.headline()) == 4
 
 
 def test_readme_has_the_errors_and_losses_of_the_records():
@@ -573,7 +561,7 @@ def full_record() -> dict:
             more = {**calls, "busy_s": 0.4, **kept, "pass": what}
             add("layer", case="conf3", order="transposed", provider=provider, **more)
             skewed = {"case": "conf3_skewed", "routing": "skewed", "order": "transposed", "provider": provider}
-            if provider == "moeblaze":
+            if provider in ("moeblaze", "sonicmoe"):
                 add("layer", **skewed, **more)
     for case in ("conf3", "tab2_8k_h256", "tab2_2m_h256_silu"):
         for provider in ("moeblaze", "moeblaze_recompute", "torch_grouped_mm"):

@@ -14,11 +14,9 @@ from moeblaze_cupy.tools import dry_run, expected, memory
 from moeblaze_cupy.tools.expected import BOTH, CARDS, FORWARD, Card
 from tests.fakes import limits_of
 
-# The records of each card, first the one that states its speeds. That of the portable kernels on an H200 is of tiles
-# that they no longer have.
+# The records of each card, first the one that states its speeds.
 OF_CARDS = {"h200": ("h200-layer",), "h100": ("other_gpus/h100-layer",)}
 PASSES = {FORWARD: "forward_back_to_back", BOTH: "forward_backward_back_to_back"}
-TIERS = {"moeblaze": "sm90", "moeblaze_sm80": "sm80"}
 
 
 def shape_of(case):
@@ -34,14 +32,14 @@ def recorded(key):
         cards.append(Card(machine["gpu"], machine["matmul_tflops"], machine["copy_gb_per_s"], 0, {}))
         for entry in merged_layers(rows_of(record, "layer")):
             case, provider = cases.LAYERS[entry["case"]], entry["provider"]
-            if provider not in TIERS or entry["routing"] != "random":
+            if provider != "moeblaze" or entry["routing"] != "random":
                 continue
             s = shape_of(case)
             for name, of_pass in expected.work(s, dry_run.layer(s, "minimal")).items():
                 if PASSES[name] in entry:
                     tokens.append(case.L)
                     seconds = sum(cards[-1].seconds(of_pass))
-                    ratios.setdefault((TIERS[provider], name), []).append(entry[PASSES[name]] / seconds)
+                    ratios.setdefault(("sm90", name), []).append(entry[PASSES[name]] / seconds)
     ranges = {kind: (round(min(found), 2), round(max(found), 2)) for kind, found in ratios.items()}
     first = cards[0]
     return Card(first.name, round(first.tflops, 1), round(first.gb_per_s), min(tokens), ranges)
