@@ -51,11 +51,11 @@ class Card:
 CARDS = {
     "h200": Card(
         "NVIDIA H200",
-        tflops=667.9,
-        gb_per_s=4166,
+        tflops=660.5,
+        gb_per_s=4065,
         tokens=8192,
         ranges={
-            ("sm90", FORWARD): (0.84, 0.92),
+            ("sm90", FORWARD): (0.83, 0.92),
             ("sm90", BOTH): (0.87, 0.95),
         },
     ),
