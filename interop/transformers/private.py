@@ -4,8 +4,10 @@ Tested with transformers 5.17, 5.23 and 5.24, peft 0.19.1, 0.20.0 and 0.21.2, an
 version may lack any of them.
 """
 
+import re
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "can_set_experts",
     "checkpoint_functions",
     "converts",
+    "expect_missing",
     "experts_implementation",
     "fill_buffers",
     "gate_method",
@@ -179,6 +182,12 @@ def converts(name: str, kept: list[str] | None) -> bool:
 def keep_as_loaded(module: Any) -> None:
     """Has `from_pretrained` leave the module to its checkpoint, rather than initialise weights that it expects."""
     module._is_hf_initialized = True
+
+
+def expect_missing(model: Any, names: Iterable[str]) -> None:
+    """Has `from_pretrained` say nothing of parameters that checkpoints do not have."""
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    model._keys_to_ignore_on_load_missing = {*ignored, *(f"^{re.escape(name)}$" for name in names)}
 
 
 def fill_buffers(model: Any) -> None:

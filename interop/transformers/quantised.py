@@ -66,7 +66,6 @@ def hold(module: Any, weights: Pair, parts: list[dict[str, Tensor]]) -> None:
             module.register_parameter(f"{name}_{suffix}", torch.nn.Parameter(tensor, requires_grad=False))
         nested = weight.nested and NestedScales(None, None, None)
         module.moeblaze_packed[name] = weight._replace(data=None, scales=None, nested=nested)
-    module.register_state_dict_post_hook(_leave_out_places)
     module.register_load_state_dict_pre_hook(_expect_no_places)
     module.register_forward_pre_hook(_refuse_own_forward)
 
@@ -235,11 +234,6 @@ def in_one_dtype(x: Tensor, w1: QuantizedWeight, w2: QuantizedWeight) -> tuple[T
     return x, w1._replace(dtype=dtype), w2._replace(dtype=dtype)
 
 
-def _leave_out_places(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in module.moeblaze_packed:
-        state.pop(prefix + name, None)
-
-
 def _expect_no_places(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in module.moeblaze_packed:
         state.setdefault(prefix + name, private.own_parameter(module, name))
@@ -273,17 +267,20 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
         kept = self.quantization_config.modules_to_not_convert
-        own = [m for n, m in model.named_modules() if name_of(type(m)) == "GptOssExperts" and private.converts(n, kept)]
+        named_modules = model.named_modules()
+        own = {n: m for n, m in named_modules if name_of(type(m)) == "GptOssExperts" and private.converts(n, kept)}
         self.packs = self.pre_quantized and not (self.quantization_config.dequantize or named.get("use_kernels"))
-        self.packs = self.packs and all(private.is_of_layer(private.experts_implementation(module)) for module in own)
+        is_ours = [private.is_of_layer(private.experts_implementation(module)) for module in own.values()]
+        self.packs = self.packs and all(is_ours)
         if not self.packs:
             if self.pre_quantized:
                 super().validate_environment(*self._environment[0], **self._environment[1])
             return super()._process_model_before_weight_loading(model, **named)
-        for module in own:
+        for prefix, module in own.items():
             check_dtype("from_pretrained", "dtype", module.gate_up_proj.dtype)
             pack(module, module.gate_up_proj, module.down_proj, "mxfp4")
             private.keep_as_loaded(module)
+            private.expect_missing(model, (f"{prefix}.{name}" for name in module.moeblaze_packed))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
@@ -293,7 +290,7 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
         for prefix, module in model.named_modules():
             places = getattr(module, "moeblaze_packed", {})
             for name in places:
-                place = getattr(module, name)
+                place = getattr(module, name).requires_grad_(False)  # from_pretrained makes missing ones anew
                 place.data = place.data.to(getattr(module, f"{name}_scales").device)
             parts = module.named_parameters(recurse=False) if places else ()
             absent = (n for n, p in parts if not (n in places or p.is_meta or private.is_loaded(p)))
@@ -302,6 +299,14 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
             expected = "one with all tensors of packed experts"
             raise checks.bad_value("from_pretrained", "checkpoint", expected, f"none for {', '.join(missing)}")
         return model
+
+    def get_state_dict_and_metadata(self, model: Any, *arguments: Any, **named: Any) -> tuple[dict[str, Any], Any]:
+        """Leaves out the empty parameters, which checkpoints do not have."""
+        state, metadata = super().get_state_dict_and_metadata(model, *arguments, **named)
+        for prefix, module in model.named_modules():
+            for name in getattr(module, "moeblaze_packed", {}):
+                state.pop(f"{prefix}.{name}", None)
+        return state, metadata
 
     def get_weight_conversions(self) -> list[Any]:
         return [] if self.packs else super().get_weight_conversions()

@@ -205,13 +205,15 @@ def test_compiled_code_calls_it_between_graphs(model_type):
 
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
 def test_state_dict(format):
-    """It has no empty parameters, and goes to models that are packed on the CPU and on meta."""
+    """It goes to models that are packed on the CPU and on meta, also without the empty parameters."""
     model, _ = both("gpt_oss", format)
     state, wanted = model.state_dict(), step(model)
     data = "blocks" if format == "mxfp4" else "data"
     first = {key.removeprefix(NAMES[0] + "."): value for key, value in state.items() if key.startswith(NAMES[0])}
-    of_parts = {f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in (data, "scales", "bias")}
-    assert set(first) == of_parts
+    places = "gate_up_proj", "down_proj"
+    of_parts = {f"{name}_{part}" for name in places for part in (data, "scales", "bias")}
+    assert set(first) == {*of_parts, *places}
+    assert {first.pop(name).numel() for name in places} == {0}
     assert {value.dtype for key, value in first.items() if "bias" not in key} == {torch.uint8}
     stored = io.BytesIO()
     torch.save(state, stored)
@@ -225,7 +227,7 @@ def test_state_dict(format):
                 parameter.mul_(-1)
         pack_experts(loaded, format)
     other.load_state_dict(torch.load(stored))
-    on_meta.load_state_dict(state, assign=True)
+    on_meta.load_state_dict({key: value for key, value in state.items() if not key.endswith(places)}, assign=True)
     for loaded in (other, on_meta):
         for name, parameter in loaded.named_parameters():
             parameter.requires_grad_(model.get_parameter(name).requires_grad)
@@ -486,7 +488,8 @@ def test_published_gpt_oss(published, tmp_path, capsys):
     assert model.hf_quantizer.is_trainable and not model.training
     experts = model.get_submodule(NAMES[0])
     stored = load_file(published / "model.safetensors")
-    assert {name: value.shape for name, value in model.state_dict().items()} == {n: v.shape for n, v in stored.items()}
+    parts = {name: value.shape for name, value in model.state_dict().items() if value.numel()}
+    assert parts == {n: v.shape for n, v in stored.items()}
     assert torch.equal(experts.gate_up_proj_blocks, stored[f"{NAMES[0]}.gate_up_proj_blocks"])
     assert {form.dtype for form in experts.moeblaze_packed.values()} == {"bfloat16"}
     plain = loaded(published, "eager")  # transformers' own way, which dequantises here
@@ -578,8 +581,8 @@ def test_trainer_on_published_gpt_oss(published, tmp_path):
         train(loaded(published), tmp_path)
 
 
-def test_fsdp2():
-    """It shards the bytes; DistributedDataParallel takes the model, too."""
+def test_fsdp2(tmp_path):
+    """It shards the bytes; DistributedDataParallel takes the model, too. Checkpoints are of all, or of what trains."""
     if NO_SHARDING_ON_THE_CPU:
         pytest.skip(NO_SHARDING_ON_THE_CPU)
     dist, fsdp = torch.distributed, importlib.import_module("torch.distributed.fsdp")
@@ -592,6 +595,19 @@ def test_fsdp2():
         )
         for part in (*model.model.layers, model):
             fsdp.fully_shard(part, reshard_after_forward=True)
+        got = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in step(model).items()}
+        assert_same(got, wanted)
+        checkpoint = importlib.import_module("torch.distributed.checkpoint")
+        states = importlib.import_module("torch.distributed.checkpoint.state_dict")
+        options = states.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+        trained = states.get_model_state_dict(model, options=options)
+        assert set(trained) == {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+        state = states.get_model_state_dict(model)
+        checkpoint.save({"model": state}, checkpoint_id=tmp_path)
+        for part in state.values():
+            part.detach().zero_()
+        checkpoint.load({"model": state}, checkpoint_id=tmp_path)
+        states.set_model_state_dict(model, state)
         got = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in step(model).items()}
         assert_same(got, wanted)
     finally:
