@@ -137,6 +137,8 @@ def section(
                 cells += [f"{found['time']:.2f}", f"{found['peak']:.2f}"] if found else ["-", "-"]
             made.append(cells)
         lines += table(head, made)
-        if beside := peers(of_gpu(gpu)):
-            lines += ["", f"Other layers on {gpu}:", *beside]
+        every = of_gpu(gpu)
+        if beside := peers(every):
+            notes = dict.fromkeys(record["note"] for record in every.by_name.values() if "note" in record)
+            lines += ["", f"Other layers on {gpu}:", *beside, *notes]
     return ["", "## Other GPUs", "", ABOUT, *lines] if lines else []

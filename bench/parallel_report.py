@@ -162,13 +162,11 @@ def headline(route: str = "pull") -> list[str]:
             "collectives and gradients in float32.",
         ]
     for others in of_other_gpus():
-        by_number: dict[int, list[dict]] = {}
-        for row in others:
-            if row["provider"] == route and row["ms"]:
-                by_number.setdefault(row["gpus"], []).append(row)
-        kept = " and ".join(f"{_percent(found)} on {number}" for number, found in sorted(by_number.items()))
-        number = len(next(iter(by_number.values())))
-        lines += [f"{others[0]['gpu']}: with experts spread a GPU reaches {kept}", f"GPUs ({number} layers)."]
+        pulled = [row for row in others if row["provider"] == route and row["ms"]]
+        sizes = sorted({row["gpus"] for row in pulled})
+        kept = " and ".join(f"{_percent([row for row in pulled if row['gpus'] == size])} on {size}" for size in sizes)
+        layers = len({row["case"] for row in pulled})
+        lines += [f"{others[0]['gpu']}: with experts spread a GPU reaches {kept}", f"GPUs ({layers} layers)."]
     return lines
 
 
