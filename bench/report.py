@@ -415,11 +415,11 @@ same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tok
 stands the composition of bf16 torch operations over a routed buffer. Cells are the least and the greatest of the
 layers."""
 MARIN = """SonicMoE's published pass with backward at marin's shape takes 8.446 ms on one H100 (marin #7024)."""
-NO_ROWS = """No rows: MegaBlocks (78eea65) does not compile with CUDA 13, whose CUB has no `debug_synchronous`.
-FastMoE, whose experts have no gate, and Tutel were not built for torch 2.11. DeepSpeed-MoE pads every expert to a
-capacity. No public code of TurboMoE was found. DeepGEMM has no layer to train, and its products (2.6.1) crashed in the
-first call. TileKernels' gate needs TileLang, which was not there. Of Megatron-Core only its experts without Transformer
-Engine were timed (`bench/records/megatron/`)."""
+NO_ROWS = """No rows: MegaBlocks (78eea65) does not compile with CUDA 13. FastMoE, whose experts have no gate, and Tutel
+were not built for torch 2.11. DeepSpeed-MoE pads every expert to a capacity. No public code of TurboMoE was found.
+DeepGEMM has no layer to train, and its products (2.6.1) crashed in the first call. TileKernels' gate needs TileLang,
+which was not there. Of Megatron-Core only its experts without Transformer Engine were timed
+(`bench/records/megatron/`)."""
 PEERS = """Of those without a column above: the time over moeblaze's in the same run, so above 1 moeblaze is faster, and
 moeblaze's peak memory over theirs."""
 PROVENANCE = """`python -m bench.report` writes this page from the records in `bench/records/`. `bench/README.md` says

@@ -249,6 +249,10 @@ def _refuse_own_forward(module: Any, _: Any) -> None:
     if not private.is_of_layer(name):
         expected = "a name of `register` for packed experts; model.set_experts_implementation('moeblaze') sets it"
         raise RuntimeError(f"moeblaze: experts_implementation: expected {expected}, got {name!r}")
+    if any(hasattr(part, "to_local") for part in module.parameters(recurse=False)):
+        # Pickling loses the forward of `parallelize_experts`, and FSDP2 gathers in what it wraps alone.
+        expected = "whole packed experts; load a state dict into a model that is spread, and call what FSDP2 wraps"
+        raise RuntimeError(f"moeblaze: {name_of(type(module))}: expected {expected}, got DTensors")
 
 
 class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transformers gives its modules no types

@@ -173,6 +173,9 @@ class _Layer:
             setattr(chooser.module, chooser.method, types.MethodType(_choose, chooser.module))
         chooser.module.moeblaze_routing = self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"chooser": self.chooser._replace(module=None)}
+
     def __deepcopy__(self, memo: Any) -> "_Layer":
         other = copy.copy(self)
         other.earlier = copy.deepcopy(self.earlier, memo)  # which may hold the module
@@ -298,6 +301,9 @@ class Routing:
 
     def __deepcopy__(self, memo: Any) -> "Routing":
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_model": None}  # a model that is unpickled is not concerned
 
     def __enter__(self) -> "Routing":
         return self

@@ -597,6 +597,9 @@ def test_fsdp2(tmp_path):
             fsdp.fully_shard(part, reshard_after_forward=True)
         got = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in step(model).items()}
         assert_same(got, wanted)
+        x, ids, weights = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+        with expect(RuntimeError, "moeblaze: Qwen3MoeExperts: expected whole packed experts; "):
+            model.get_submodule(NAMES[0])(x, ids, weights)
         checkpoint = importlib.import_module("torch.distributed.checkpoint")
         states = importlib.import_module("torch.distributed.checkpoint.state_dict")
         options = states.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import pickle
 import re
 
 import numpy as np
@@ -403,6 +404,19 @@ def test_a_model_that_changes_after_routing_raises():
             del layer.mlp.gate.forward
         with pytest.raises(RuntimeError, match="replay: expected routers that take ids, got none"), routes.replay(ids):
             model(TOKENS)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_takes_a_routing_of_its_own(copied):
+    """It computes as the model, whose Routing does not see it."""
+    model = made()
+    with Routing(model) as routes:
+        ids = routes_of(model, routes)
+        other = copied(model)
+        with Routing(other) as of_copy, routes.record() as record:
+            assert torch.equal(routes_of(other, of_copy), ids)
+        assert record.calls == []
+    assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
 
 
 def test_models_that_do_not_fit_raise():
