@@ -58,10 +58,11 @@ def figures(records: Records, name: str) -> dict[str, dict[str, float]]:
 
 def of_cards(records: Records, name: str) -> dict[str, dict[str, dict[str, float]]]:
     """`figures` by GPU, of each that has all of the front figure."""
+    others: dict[str, dict[str, dict]] = {}
+    for record in other_gpus.records():
+        others.setdefault(other_gpus.name_of(record), {})[record["datetime"]] = record
     found = {gpu_of(records): figures(records, name)}
-    for gpu in other_gpus.by_gpu():
-        mine = [record for record in other_gpus.records() if other_gpus.name_of(record) == gpu]
-        found[gpu] = figures(Records({str(number): record for number, record in enumerate(mine)}), name)
+    found |= {gpu: figures(Records(of_gpu), name) for gpu, of_gpu in others.items()}
     wanted = [(provider, case) for provider in FRONT_PROVIDERS for case in FRONT_CASES]
     return {gpu: of for gpu, of in found.items() if all(case in of.get(provider, {}) for provider, case in wanted)}
 

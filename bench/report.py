@@ -80,8 +80,8 @@ def sources(records: Records) -> list[str]:
 
 
 def _of_many_cases(keys: Iterable[tuple[str, str, str]]) -> set[str]:
-    """Providers in keys of case, order and provider, but for other layers that ran on one or two of many cases: the
-    table of layers in the same run has these."""
+    """Providers in keys of case, order and provider, but for other layers that ran on one or two of many cases, which
+    have a table of their own."""
     cases_of: dict[str, set[str]] = {}
     for case, _, provider in keys:
         cases_of.setdefault(provider, set()).add(case)

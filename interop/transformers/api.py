@@ -60,7 +60,7 @@ def register(
         self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         formula = formula_of(self)
-        parameters, adapters = weights_of(self), lora.taken(self)
+        parameters, adapters = weights_of(self, whole=True), lora.taken(self)
         reason = formula.reason or unfit(parameters) or lora.unfit(adapters)
         if reason:
             refuse(type(self), reason, "grouped_mm", falls_back and not isinstance(parameters[0], QuantizedWeight))

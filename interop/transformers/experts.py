@@ -50,12 +50,12 @@ def experts(
     return out
 
 
-def weights_of(module: Any) -> tuple[Any, Any]:
+def weights_of(module: Any, whole: bool = False) -> tuple[Any, Any]:
     """Returns the parameters with the weights of both products, in the module's own layout, or what they are packed in.
 
-    The latter are two `QuantizedWeight`, in the layer's order, of this rank's experts.
+    The latter are two `QuantizedWeight`, in the layer's order, of this rank's experts. whole: see `quantised.packed`.
     """
-    packed = quantised.packed(module)
+    packed = quantised.packed(module, whole)
     if packed is not None:
         return packed
     return module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj, module.down_proj

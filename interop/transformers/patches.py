@@ -114,7 +114,7 @@ def _forward_of(patch: Patch) -> Callable[..., Any]:
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         formula, adapters = formula_of(self, patch.activation), lora.taken(self)
         reason = formula.reason or _bypassed(self, patch.parts)
-        packed = quantised.packed(self)
+        packed = quantised.packed(self, whole=True)
         if not reason:
             weights = patch.weights(self) if packed is None else Weights(*packed, packed)
             used = lora.of_parts(self, patch.parts) if patch.parts else adapters

@@ -108,32 +108,36 @@ def refuse_saving(module: Any) -> None:
     PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
 
-def packed(module: Any) -> Pair | None:
-    """Returns the frozen w1 and w2 of a module, of this rank's experts, or None if it has weights in floats."""
+def packed(module: Any, whole: bool = False) -> Pair | None:
+    """Returns the frozen w1 and w2 of a module, of this rank's experts, or None if it has weights in floats.
+
+    whole: raises RuntimeError for DTensors. The forward of `parallelize_experts`, which takes a rank's part of them, is
+    lost by pickling, and FSDP2 gathers in what it wraps alone.
+    """
     forms = getattr(module, "moeblaze_packed", None)
     if forms:
-        w1, w2 = (_packed(module, name, form) for name, form in forms.items())
+        w1, w2 = (_packed(module, name, form, whole) for name, form in forms.items())
     elif private.is_fp8(module):
-        w1, w2 = (_of_fp8_experts(module, name) for name in projections(module))
+        w1, w2 = (_of_fp8_experts(module, name, whole) for name in projections(module))
     else:
         return None
     return w1, w2
 
 
-def _packed(module: Any, name: str, form: QuantizedWeight) -> QuantizedWeight:
+def _packed(module: Any, name: str, form: QuantizedWeight, whole: bool) -> QuantizedWeight:
     place = private.own_parameter(module, name)
     _check_frozen(module, name, place, place is not None and place.requires_grad)
-    parts = [_local(getattr(module, f"{name}_{suffix}")) for suffix in _suffixes(form).values()]
+    parts = [_local(module, getattr(module, f"{name}_{suffix}"), whole) for suffix in _suffixes(form).values()]
     form = form._replace(shape=(len(parts[0]), *form.shape[1:]))
     return torch_quantised.from_bytes(form, getattr(torch, form.dtype), *parts)
 
 
-def _of_fp8_experts(module: Any, name: str) -> QuantizedWeight:
+def _of_fp8_experts(module: Any, name: str, whole: bool) -> QuantizedWeight:
     """Reads a weight of `FP8Experts` as it lies. Its products are in bf16, so scales of activations are not used."""
     codes = private.own_parameter(module, name)
     trains = module.training and torch.is_grad_enabled() and codes is not None and codes.requires_grad
     _check_frozen(module, name, codes, trains)
-    data, scales = _local(codes).detach(), _local(getattr(module, f"{name}_scale_inv")).detach()
+    data, scales = (_local(module, part, whole).detach() for part in (codes, getattr(module, f"{name}_scale_inv")))
     num_experts, n, k = data.shape
     if data.dtype in (torch.int8, torch.uint8):
         return QuantizedWeight(data, scales, "mxfp4", (num_experts, 2 * k, n))
@@ -144,8 +148,13 @@ def _of_fp8_experts(module: Any, name: str) -> QuantizedWeight:
     return QuantizedWeight(data, scales, "e4m3", (num_experts, k, n), block)
 
 
-def _local(part: Any) -> Any:
-    return part.to_local() if hasattr(part, "to_local") else part
+def _local(module: Any, part: Any, whole: bool) -> Any:
+    if not hasattr(part, "to_local"):
+        return part
+    if whole:
+        expected = "whole packed experts; load a state dict into a model that is spread, and call what FSDP2 wraps"
+        raise RuntimeError(f"moeblaze: {name_of(type(module))}: expected {expected}, got DTensors")
+    return part.to_local()
 
 
 def _check_frozen(module: Any, name: str, parameter: Any, trains: bool) -> None:
@@ -249,10 +258,6 @@ def _refuse_own_forward(module: Any, _: Any) -> None:
     if not private.is_of_layer(name):
         expected = "a name of `register` for packed experts; model.set_experts_implementation('moeblaze') sets it"
         raise RuntimeError(f"moeblaze: experts_implementation: expected {expected}, got {name!r}")
-    if any(hasattr(part, "to_local") for part in module.parameters(recurse=False)):
-        # Pickling loses the forward of `parallelize_experts`, and FSDP2 gathers in what it wraps alone.
-        expected = "whole packed experts; load a state dict into a model that is spread, and call what FSDP2 wraps"
-        raise RuntimeError(f"moeblaze: {name_of(type(module))}: expected {expected}, got DTensors")
 
 
 class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transformers gives its modules no types
@@ -280,11 +285,12 @@ class Mxfp4Quantizer(private.Mxfp4HfQuantizer):  # type: ignore[misc]  # transfo
             if self.pre_quantized:
                 super().validate_environment(*self._environment[0], **self._environment[1])
             return super()._process_model_before_weight_loading(model, **named)
-        for prefix, module in own.items():
+        for module in own.values():
             check_dtype("from_pretrained", "dtype", module.gate_up_proj.dtype)
             pack(module, module.gate_up_proj, module.down_proj, "mxfp4")
             private.keep_as_loaded(module)
-            private.expect_missing(model, (f"{prefix}.{name}" for name in module.moeblaze_packed))
+        places = (f"{prefix}.{name}" for prefix, module in own.items() for name in module.moeblaze_packed)
+        private.expect_missing(model, places)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:

@@ -617,6 +617,23 @@ def test_fsdp2(tmp_path):
         dist.destroy_process_group()
 
 
+def test_patched_experts_that_fsdp2_shards_are_not_called_alone():
+    if NO_SHARDING_ON_THE_CPU:
+        pytest.skip(NO_SHARDING_ON_THE_CPU)
+    dist, fsdp = torch.distributed, importlib.import_module("torch.distributed.fsdp")
+    *family, sizes = PATCHED["Llama4TextExperts"]
+    model = text_model(*family, **sizes).bfloat16().requires_grad_(False)
+    patch(model)
+    pack_experts(model, "int8")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(model)
+        with expect(RuntimeError, "moeblaze: Llama4TextExperts: expected whole packed experts; "):
+            model.model.layers[0].feed_forward.experts(torch.zeros(8, model.config.hidden_size).bfloat16())
+    finally:
+        dist.destroy_process_group()
+
+
 NO_FP8 = not hasattr(private, "FP8Experts") and "this transformers has no FP8Experts"
 
 
