@@ -101,9 +101,7 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
         for name in (*OURS, *TITLES)
         if name in shown
         for order in ("transposed", "row")
-        if name != "cublas_bound"
-        and (name, order) != ("cublas_and_traffic", "row")
-        and any(key[1:] == (order, name) for key in entries)
+        if name != "cublas_bound" and any(key[1:] == (order, name) for key in entries)
     ]
     head = ["case", "cuBLAS bound"]
     head += [title(name) + (", row-major" if order == "row" else "") for name, order in columns]
@@ -194,20 +192,6 @@ def error_section(records: Records) -> list[str]:
         lines.append([title(name), str(len(of_case)), *spans])
     head = ["provider", "layers", "out", *(f"gradient of {name}" for name in cases.RESULTS[1:])]
     return table(head, lines) if lines else []
-
-
-def skewed_section(records: Records) -> list[str]:
-    """This package's times with other routings beside those of random routing in the same record."""
-    lines = []
-    for entry in records.rows("layer"):
-        if (entry["order"], entry["provider"]) == ("transposed", "moeblaze") and "forward_backward_random" in entry:
-            cells = [entry["case"]]
-            for what in ("forward", "forward_backward"):
-                seconds, random = entry[what], entry[f"{what}_random"]
-                cells += [ms(random), ms(seconds), ratio(seconds / random)]
-            lines.append(cells)
-    passes = [f"{p}, {w}" for p in ("forward", "with backward") for w in ("random ms", "this ms", "ratio")]
-    return table(["case", *passes], lines) if lines else []
 
 
 def small_batch_section(records: Records) -> list[str]:
@@ -400,8 +384,8 @@ INTRODUCTION = """How to read the tables:
 - Weights are in transformers' memory order, unless a column says row-major. The router is not in a layer's time.
 - Times are medians of device time. Ratios compare rows of one run, or of two runs times over their own bounds. The
   bound shown is that of moeblaze's run.
-- "Back to back" is the mean of calls that are enqueued without waiting. Table 2, skewed routing and the ablation are of
-  single calls: the benchmark records two events and waits, so the time includes the host's share.
+- "Back to back" is the mean of calls that are enqueued without waiting. Table 2 and the ablation are of single
+  calls: the benchmark records two events and waits, so the time includes the host's share.
 - Saved is what is kept for backward. The peak is that of the pass. Parameters, gradients and x are in neither.
 - A dash means: not run. torch's layer fails if its first product has more than 2^31 elements.
 
@@ -424,8 +408,6 @@ PEERS = """Of those without a column above: the time over moeblaze's in the same
 moeblaze's peak memory over theirs."""
 PROVENANCE = """`python -m bench.report` writes this page from the records in `bench/records/`. `bench/README.md` says
 how they are made."""
-SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all experts get equally many slots. Both
-are compared with the same layer with random routing in the same record."""
 SMALL = """`save=None`, replays of a CUDA graph that rotate over token sets, which leave the L2 cache cold. The bound is
 the time to read the weights of the touched experts once, at the GB/s of a copy."""
 
@@ -452,8 +434,6 @@ def results(records: Records) -> str:
     if errors := error_section(records):
         lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
     lines += accuracy_report.section(records.by_name.values())
-    if skewed := skewed_section(records):
-        lines += ["", "### Skewed routing", "", SKEWED, *skewed]
     lines += sweep_report.section(records)
     if "small_batch" in groups:
         lines += ["", "### Small batches, forward alone", "", SMALL, *small_batch_section(records)]

@@ -45,8 +45,7 @@ def number(value: float | None, digits: int = 3) -> str:
 def merged_layers(rows: Iterable[Row]) -> list[dict]:
     """Layer rows with both passes side by side: case, order, provider, seconds by the names of PASSES, MiB, errors.
 
-    With each time NAME come NAME_bound and NAME_ratio, of the bound of the same case and order, and, for another than
-    random routing, NAME_random, the same provider's time on the same shape with random routing. forward_watts and
+    With each time NAME come NAME_bound and NAME_ratio, of the bound of the same case and order. forward_watts and
     forward_backward_watts are the power of calls back to back.
     """
     merged: dict[tuple, dict] = {}
@@ -62,15 +61,12 @@ def merged_layers(rows: Iterable[Row]) -> list[dict]:
         for name in ("saved_mib", "peak_mib", "errors"):
             if row.get(name) is not None:
                 entry[name] = row[name]
-    for (case, order, provider), entry in merged.items():
+    for (case, order, _), entry in merged.items():
         bound = merged.get((case, order, "cublas_bound"), {})
-        random = merged.get((case.removesuffix(f"_{entry['routing']}"), order, provider), {})
         for what in PASSES:
             if what in entry and what in bound:
                 entry[f"{what}_bound"] = bound[what]
                 entry[f"{what}_ratio"] = entry[what] / bound[what]
-            if what in entry and what in random and random is not entry:
-                entry[f"{what}_random"] = random[what]
     return list(merged.values())
 
 

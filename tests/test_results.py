@@ -35,8 +35,6 @@ SAID = (
 def measured(case: str) -> set[float]:
     """All that the records and the paper say of a case, in the units of the tables, read from the files themselves."""
     values: set[float] = set()
-    if case in cases.LAYERS and (routing := cases.LAYERS[case].routing) != "random":
-        values |= beside_random_routing(case, case.removesuffix(f"_{routing}"))
     of_other_gpus = *RECORDS.glob("other_gpus/*.json"), *RECORDS.glob("other_gpus/*/layer-*.json")
     for path in (*RECORDS.glob("*.json"), *of_other_gpus):
         rows = [r for r in json.loads(path.read_text())["benchmarks"] if r["extra_info"]["case"] == case]
@@ -125,21 +123,6 @@ def of_saves(case: str) -> set[float]:
                     of = row["saves"][save]
                     freed = (base["saved_mib"] - of["saved_mib"]) / 1024
                     values |= {of["ms"] / base["ms"], abs(of["ms"] - base["ms"]) / freed}
-    return values
-
-
-def beside_random_routing(case: str, base: str) -> set[float]:
-    """The other routing's times over, and the times of, the same shape, pass, order and provider in one record."""
-    values: set[float] = set()
-    for path in (ROOT / "bench" / "records").glob("*.json"):
-        times: dict[str, dict[tuple, float]] = {case: {}, base: {}}
-        for row in json.loads(path.read_text())["benchmarks"]:
-            extra = row["extra_info"]
-            if row["group"] == "layer" and extra["case"] in times:
-                key = tuple(extra[name] for name in ("order", "provider", "pass"))
-                times[extra["case"]][key] = row["stats"]["median"]
-        for key in times[case].keys() & times[base].keys():
-            values |= {1e3 * times[base][key], times[case][key] / times[base][key]}
     return values
 
 
@@ -291,7 +274,7 @@ def test_readme_compares_layers_as_the_records_do():
     for theirs in found.values():
         cells += of_layers([(time / ours[case][0], mib - ours[case][1]) for case, (time, mib) in theirs.items()])
     torchs, sonicmoe = map(len, found.values())
-    assert readme_rows()[f"One layer, NVIDIA H200, {torchs} shapes (SonicMoE: {sonicmoe})"] == cells and sonicmoe == 15
+    assert readme_rows()[f"One layer, NVIDIA H200, {torchs} shapes (SonicMoE: {sonicmoe})"] == cells and sonicmoe == 21
     by_case: dict[str, dict] = {}
     for (case, what, provider), extra in of_h100().items():
         if what == "forward_backward" and "back_to_back_ms" in extra and extra["order"] == "transposed":
@@ -587,7 +570,7 @@ def test_every_suite_has_its_section():
     text = report.results(Records({"full": record}))
     for heading in ("Forward, calls", "Forward and backward, calls", "Figures 3 and 5", "Table 2:", "Products of",
                     "7.3", "Aggregation", "Router", "Tables 4 and 5", "back to back", "Errors against",
-                    "Skewed routing", "Small batches", "Other layers"):  # fmt: skip
+                    "Small batches", "Other layers"):  # fmt: skip
         assert re.search(rf"^##+ .*{re.escape(heading)}", text, re.MULTILINE), heading
     numbers = {number.replace(",", "") for number in NUMBER.findall(text)}
     for row in record["benchmarks"]:
