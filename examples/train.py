@@ -109,10 +109,6 @@ class Backend:
     dtype: str  # of the expert layer
     note: str = ""  # why the GPU was not taken
 
-    @property
-    def is_gpu(self) -> bool:
-        return self.xp is not np
-
 
 def choose_backend(device: str, dtype: str | None) -> Backend:
     """`device` "auto", "cpu" or "gpu"; raises CommandError where "gpu" cannot be had."""

@@ -820,7 +820,10 @@ class MoE(torch.nn.Module):
         accumulate: bool | dict[str, Any] = False
         if parameters[0] is None or parameters[1] is None:
             autocast = torch_arguments.in_autocast(tokens)
-            w1, w2 = self._frozen_weights(torch.get_autocast_dtype(tokens.device.type) if autocast else tokens.dtype)
+            dtype = torch.get_autocast_dtype(tokens.device.type) if autocast else tokens.dtype
+            if dtype == torch.float16:
+                raise checks.bad_type("MoE", "torch.autocast", "bfloat16 for packed experts", dtype)
+            w1, w2 = self._frozen_weights(dtype)
         else:
             if gathered is not None and gathered.have(*parameters):
                 w1, w2, fp8_weights = gathered.weights(*parameters)

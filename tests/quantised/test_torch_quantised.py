@@ -280,6 +280,12 @@ def test_messages_of_the_module():
         with pytest.raises(ValueError, match=f"^MoE: quantize_experts: {message}$"):
             MoE(*sizes, 2, 1).quantize_experts(form)
     own = module(expert_format="nf4")
+    expected = "bfloat16 for packed experts, got torch.float16"
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(TypeError, match=f"^MoE: torch.autocast: expected {expected}$"),
+    ):
+        own(torch.zeros(3, 64))
     with pytest.raises(
         RuntimeError, match="MoE: quantize_experts: expected experts in floats, got expert_format='nf4'"
     ):
