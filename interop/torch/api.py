@@ -273,7 +273,7 @@ def _by_operators(
     """`_moe` for compilers, dispatch modes and transforms. of_fp8: the arrays of `call.fp8_weights`."""
     torch_autograd.outside_of_vmap("moe", "x", (*layer, *of_fp8))
     if options.memory_limit is not None:
-        expected = "None with tensor subclasses, transforms of torch, and main_grad under a dispatch mode"
+        expected = "None with the device meta, tensor subclasses, transforms, and main_grad under a dispatch mode"
         raise checks.bad_value("moe", "memory_limit", expected, options.memory_limit)
     fp8_weights, save = call.fp8_weights, options.save
     of_slots = options.weights_on, options.unreduced, options.identity_experts
@@ -755,8 +755,9 @@ class MoE(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1
     ) -> Any:
-        """out, or (out, Routed) with `return_routing`. token_mask, sequences: as of `route`, of x's tokens in order.
+        """out, or (out, Routed) with `return_routing`. x: (..., d). sequences: as of `route`, of x's tokens in order.
 
+        token_mask: bool, of x's shape without d, or (L,) in the order of its tokens.
         A token whose token_mask is False has logits and an output of 0, and no part in any gradient, even if it is NaN.
         """
         router, w1 = self.router, self.w1_storage  # each is looked up in a dict of the module
@@ -786,8 +787,8 @@ class MoE(torch.nn.Module):
         if token_mask is not None:
             if self.routing is not None:
                 raise checks.bad_value("MoE", "token_mask", "None with routing, which gets logits alone", "a mask")
+            torch_arguments.check_mask(token_mask, x)
             token_mask = token_mask.reshape(-1).contiguous()
-            torch_arguments.check_mask(token_mask, tokens)
         logits = torch_router.router_logits(tokens, router, token_mask)
         if self.routing is not None:
             weights, ids, *sums = torch_arguments.routed(self.routing(logits), tokens.shape[0], self.k)

@@ -43,14 +43,21 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise checks.bad_type("moe", name, DENSE, "a nested one")
 
 
-def check_mask(token_mask: Any, tokens: torch.Tensor) -> None:
-    """The token_mask of `MoE`, flat, against its tokens (L, d)."""
+def check_module(function: str, model: Any) -> None:
+    """Raises TypeError for another model than a torch.nn.Module."""
+    if not isinstance(model, torch.nn.Module):
+        raise checks.bad_type(function, "model", "a torch.nn.Module", f"{model!r:.60}")
+
+
+def check_mask(token_mask: Any, x: torch.Tensor) -> None:
+    """The token_mask of `MoE` against its x (..., d)."""
     if token_mask.dtype != torch.bool:
         raise checks.bad_type("MoE", "token_mask", "dtype bool", str(token_mask.dtype).removeprefix("torch."))
-    if len(token_mask) != len(tokens):
-        raise checks.bad_value("MoE", "token_mask", f"one for each of {len(tokens)} tokens", len(token_mask))
-    if token_mask.device != tokens.device:
-        raise checks.bad_type("MoE", "token_mask", f"x's device {tokens.device}", token_mask.device)
+    shape, num_tokens = tuple(x.shape[:-1]), x.shape[:-1].numel()
+    if token_mask.shape not in (shape, (num_tokens,)):  # another order of as many tokens would mask other ones
+        raise checks.bad_value("MoE", "token_mask", f"shape {shape} or ({num_tokens},)", tuple(token_mask.shape))
+    if token_mask.device != x.device:
+        raise checks.bad_type("MoE", "token_mask", f"x's device {x.device}", token_mask.device)
 
 
 def routed(found: Any, num_tokens: int, k: int) -> tuple[Any, ...]:

@@ -27,7 +27,8 @@ def load_balancing_loss(counts: torch.Tensor, sums: RouterSums) -> torch.Tensor:
     """Returns E Σ f q, a scalar: 1 at balance, and E if one expert has all tokens and all of their scores.
 
     f is an expert's share of the slots and has no gradient. q is its share of the tokens' scores. With S sequences
-    the loss is the mean of the losses of each, which is DeepSeek's and Megatron's loss per sequence.
+    the loss is the mean of the losses of each, which is DeepSeek's and Megatron's loss per sequence. That of a sequence
+    without tokens is 0.
     counts: (S, E) as the sums, or (E,) for S = 1, of any integer or floating-point dtype: slots of each expert, as
     `moeblaze_cupy.tokens_per_expert` gives them. For a larger batch than this call,
     first add them up over micro-batches, or over ranks by all_reduce.
@@ -55,11 +56,12 @@ def z_loss(sums: RouterSums, tokens: int | torch.Tensor) -> torch.Tensor:
     """Returns the mean over tokens of the squared log-sum-exp of their logits, a scalar. It keeps logits small.
 
     sums: `moeblaze_cupy.RouterSums` with z_sums (S,), from `route` or `MoE` with sums=("z",).
-    tokens: their number, L without a token_mask.
+    tokens: their number, L without a token_mask. Of none the loss is 0.
     Returns float32, or float64 for such logits, differentiable in the logits. Raises TypeError for sums without z_sums.
     Source: ST-MoE, arXiv 2202.08906, equation 5.
     """
-    return _asked("z_loss", sums, "z_sums", '"z"').sum() / tokens
+    total = _asked("z_loss", sums, "z_sums", '"z"').sum()
+    return total / (tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1))
 
 
 @torch.no_grad()
@@ -73,8 +75,8 @@ def update_bias(bias: torch.Tensor, counts: torch.Tensor, step: float = 1e-3) ->
     another number of experts.
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
-    if bias is None:
-        raise checks.bad_type("update_bias", "bias", "a float32 tensor, as MoE(bias=True) has", "None")
+    if not isinstance(bias, torch.Tensor):
+        raise checks.bad_type("update_bias", "bias", "a float32 tensor, as MoE(bias=True) has", f"{bias!r:.60}")
     if bias.dtype != torch.float32:
         raise checks.bad_type("update_bias", "bias", "torch.float32", bias.dtype)
     slots = _counts("update_bias", counts, len(bias)).reshape(-1, len(bias)).sum(dim=0).to(bias.dtype)

@@ -9,6 +9,7 @@ import torch
 from moeblaze_cupy import checks
 from moeblaze_cupy.dispatch.launches import IndexLayout
 from moeblaze_cupy.interop.torch.api import DTYPES, MoE
+from moeblaze_cupy.interop.torch.arguments import check_module
 from moeblaze_cupy.layer.chunks import Kept
 from moeblaze_cupy.types import LayerOptions
 
@@ -51,6 +52,7 @@ def fit_saves(
     not in this order, for tokens below 0, and for a budget below the least possible, which the message names, and
     TypeError for a dtype that no layer has; nothing is set then.
     """
+    check_module("fit_saves", model)
     tokens, budget = checks.integer("fit_saves", "tokens", tokens), checks.integer("fit_saves", "budget", budget)
     if tokens < 0:
         raise checks.bad_value("fit_saves", "tokens", "at least 0", tokens)

@@ -12,6 +12,7 @@ import torch
 from moeblaze_cupy import checks
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.interop.torch import fp8 as torch_fp8
+from moeblaze_cupy.interop.torch.arguments import check_module
 from moeblaze_cupy.interop.transformers import lora, private, quantised
 from moeblaze_cupy.interop.transformers.experts import arguments_of, experts, layer_options, set_held, unfit, weights_of
 from moeblaze_cupy.interop.transformers.formula import foreign_forward, formula_of, has_own_forward, name_of, refuse
@@ -52,7 +53,7 @@ def register(
     checks.one_of("register", "save", save, SAVE_POLICIES)
     checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
     options = layer_options(save, precision, keep_saved, checks.memory_limit("register", memory_limit))
-    if name == "eager" or (private.is_registered(name) and name not in _PRECISIONS):
+    if not isinstance(name, str) or name in ("", "eager") or (private.is_registered(name) and name not in _PRECISIONS):
         raise checks.bad_value("register", "name", "one that transformers does not use itself", repr(name))
     falls_back = _falls_back(fallback) and precision is None
 
@@ -108,6 +109,7 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str,
     Raises ValueError if the model has none of these, RuntimeError for parameters that are DTensors, NotImplementedError
     for experts that the layer cannot compute, and the errors of `moeblaze_cupy.quantize_weights`.
     """
+    check_module("quantize_weights", model)
     held, beside_factors = {}, lora.beside_factors(model)
     for name, module in model.named_modules():
         if is_bound(module):
@@ -149,6 +151,7 @@ def pack_experts(model: torch.nn.Module, format: str | None = None) -> tuple[str
     the layer cannot compute, TypeError for other dtypes, RuntimeError for DTensors, and the errors of
     `quantize_experts`. Modules before the one with an error are packed then, but none if adapters are merged.
     """
+    check_module("pack_experts", model)
     checks.one_of("pack_experts", "format", format, (None, *WEIGHT_FORMATS))
     found = {n: m for n, m in model.named_modules() if is_bound(m) or private.is_dispatched(m)}
     lora.refuse_merged("pack_experts", model, found.values())
@@ -223,6 +226,7 @@ def patch(
     Raises ValueError for another `save` or `precision`, and NotImplementedError for a module that cannot be served if
     `fallback` is False, or if `precision` is given and the module is of these classes.
     """
+    check_module("patch", model)
     checks.one_of("patch", "save", save, SAVE_POLICIES)
     checks.one_of("patch", "precision", precision, fp8_checks.PRECISIONS)
     served, refused, falls_back = [], {}, _falls_back(fallback)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop.transformers.routing import kind_of, routed_model
+from moeblaze_cupy.interop.transformers.routing import argument, kind_of, routed_model
 
 Tensor = torch.Tensor
 
@@ -77,7 +77,7 @@ class Monitor:
     """What `monitor` returns."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model, choosers = routed_model(model)
+        self._model, choosers = routed_model("monitor", model)
         for chooser in choosers:
             if chooser.method != "forward" or kind_of(chooser.module) == "JetMoeTopKGating":
                 got = f"{chooser.name} of {kind_of(chooser.module)}"
@@ -121,7 +121,7 @@ class Monitor:
         self._is_counting, self._mask, self._kept = False, None, []
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
-        mask = named.get("attention_mask")
+        mask = argument(args, named, "attention_mask", 1)
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._is_counting = model is self._model and model.training and torch.is_grad_enabled()
         self._kept = []  # without what an interrupt left

@@ -225,6 +225,13 @@ def checkpoint_functions(model: Any) -> list[tuple[Any, str, Any]]:
     return [(part, name, vars(part)[name]) for part in model.modules() for name in names if name in vars(part)]
 
 
+def checkpoints(model: Any) -> bool:
+    """Whether parts of a model are checkpointed. Compiled code can tell this, but not by `checkpoint_functions`."""
+    return any(
+        getattr(part, "gradient_checkpointing", False) or hasattr(part, "checkpoint_fn") for part in model.modules()
+    )
+
+
 def in_backward() -> bool:
     """Whether autograd is computing gradients in this thread, as it is while it computes a checkpointed part again."""
     return bool(torch._C._current_graph_task_id() != -1)

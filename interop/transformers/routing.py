@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from moeblaze_cupy import checks
+from moeblaze_cupy.interop.torch.arguments import check_module
 from moeblaze_cupy.interop.transformers import private
 from moeblaze_cupy.interop.transformers.formula import name_of
 from moeblaze_cupy.interop.transformers.patches import PATCHES
@@ -26,15 +27,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 UNSET = -1  # ids of tokens for which nothing was computed
 
-# Options of generate, and the values with which each call computes the next tokens of the sequences that it returns.
-_OF_GENERATE = {
-    "num_beams": 1,
-    "prompt_lookup_num_tokens": None,
-    "assistant_model": None,
-    "assistant_early_exit": None,
-    "use_mtp": False,
-    "use_cache": True,
-    "guidance_scale": None,
+# Options of generate, and the values with which each call computes the next tokens of the sequences that it returns;
+# the first is what generate takes where none is given.
+_OF_GENERATE: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_model": (None,),
+    "assistant_early_exit": (None,),
+    "use_mtp": (False,),
+    "use_cache": (True,),
+    "guidance_scale": (None, 1),
 }
 
 _NO_CHOICE = {"DeepseekV4HashRouter"}  # its ids follow from the tokens
@@ -58,13 +60,17 @@ class Chooser(NamedTuple):
     num_experts: int
 
 
-def routed_model(model: torch.nn.Module) -> tuple[Any, tuple[Chooser, ...]]:
-    """Returns the innermost model of transformers that has all experts, and what chooses them, by layer."""
+def routed_model(function: str, model: torch.nn.Module) -> tuple[Any, tuple[Chooser, ...]]:
+    """Returns the innermost model of transformers that has all experts, and what chooses them, by layer.
+
+    function: the name in errors.
+    """
+    check_module(function, model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     found = [(inner, _choosers(inner)) for inner in models]
     most = max((len(choosers) for _, choosers in found), default=0)
     if not most:
-        raise checks.bad_value("Routing", "model", "a transformers model with experts", f"a {type(model).__name__}")
+        raise checks.bad_value(function, "model", "a transformers model with experts", f"a {type(model).__name__}")
     return [pair for pair in found if len(pair[1]) == most][-1]
 
 
@@ -262,7 +268,8 @@ class Record:
         Raises RuntimeError if no call was recorded, ValueError if calls have other numbers of sequences.
         """
         if not self.calls:
-            raise RuntimeError("Record.ids: no call of the model was recorded. Was it compiled before Routing?")
+            expected = "expected a recorded call, got none. Was the model compiled before Routing, or changed after it?"
+            raise RuntimeError(f"Record.ids: {expected}")
         if len({call.shape[0] for call in self.calls}) > 1:
             sizes = [call.shape[0] for call in self.calls]
             raise ValueError(f"Record.ids: expected calls of one batch, got {sizes} sequences. See Record.calls")
@@ -277,8 +284,8 @@ class Routing:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._outer: Any = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-        self._model, choosers = routed_model(model)
+        self._model, choosers = routed_model("Routing", model)
+        self._outer: Any = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
         for module in (chooser.module for chooser in choosers):
             if getattr(vars(module).get("moeblaze_routing"), "chooser", (0, 0))[1] is module:
                 raise checks.bad_value("Routing", "model", "one without a Routing", "one that has it: call its close()")
@@ -323,21 +330,24 @@ class Routing:
     def record(self) -> Iterator[Record]:
         """Records the calls of the model within the context, on the device and without waiting for it.
 
-        Raises RuntimeError within another `record`. `generate` raises ValueError for beams, assisted decoding, guidance
-        and use_cache=False, whose calls are of other sequences than those that it returns.
+        Raises RuntimeError within another `record`, and in calls in which some routers were not recorded. `generate`
+        raises ValueError for beams, assisted decoding, guidance and use_cache=False, whose calls are of other sequences
+        than those that it returns, and so does continuous batching.
         """
         if self._record is not None:
             raise RuntimeError("Routing.record: expected one at a time, got one within another")
         self._record, self._is_active = Record(), True
-        generate = vars(self._outer).get("generate")
-        self._outer.generate = self._generate
+        own = vars(self._outer)
+        replaced = {"generate": self._generate, "init_continuous_batching": self._in_batches}
+        before = {name: own[name] for name in replaced if name in own}
+        own.update(replaced)
         try:
             yield self._record
         finally:
             self._record, self._is_active = None, self._ids is not None
-            del self._outer.generate
-            if generate is not None:
-                self._outer.generate = generate
+            for name in replaced:
+                del own[name]
+            own.update(before)
 
     def _generate(self, *args: Any, **named: Any) -> Any:
         generate = type(self._outer).generate
@@ -345,10 +355,14 @@ class Routing:
         configs = given.get("generation_config"), self._outer.generation_config
         for name, plain in _OF_GENERATE.items():
             of_configs = (getattr(config, name, None) for config in configs)
-            value = given[name] if name in given else next((v for v in of_configs if v is not None), plain)
-            if value != plain:
-                raise checks.bad_value("Routing.record", name, f"{plain} in generate", f"{value!s:.40}")
+            value = given[name] if name in given else next((v for v in of_configs if v is not None), plain[0])
+            if value not in plain:
+                raise checks.bad_value("Routing.record", name, f"{plain[0]} in generate", f"{value!s:.40}")
         return generate(self._outer, *args, **named)
+
+    def _in_batches(self, *args: Any, **named: Any) -> Any:
+        expected = "generate, whose calls are of the sequences that it returns"
+        raise checks.bad_value("Routing.record", "model", expected, "continuous batching")
 
     @contextlib.contextmanager
     def replay(self, ids: Tensor, *, validate: bool | None = None) -> Iterator[None]:
@@ -360,7 +374,7 @@ class Routing:
         validate: whether to look at the values, which waits for a GPU that holds them. None means: if on the CPU.
         Raises TypeError or ValueError for ids of another dtype or shape than the model and its calls need, for an
         expert twice for one token, ids out of range and tokens with some ids, and for calls that take more or fewer
-        than N rows. RuntimeError within another `replay`, and if no router took ids. Backward raises it where another
+        than N rows. RuntimeError within another `replay`, and if a router took no ids. Backward raises it where another
         checkpointing than that of transformers or torch's checkpoint_wrapper computes a router again: from the first
         replay until `close`, for calls without replay too.
         """
@@ -376,20 +390,23 @@ class Routing:
         ids = ids if ids.dtype in (torch.int64, torch.int16) else ids.int()
         self._largest = _validated(ids) if (not ids.is_cuda if validate is None else validate) else UNSET
         self._ids, self._next_row, self._is_active = ids, 0, True
-        before = self._rows_seen()
+        rows = [layer.rows for layer in self._layers]
         try:
             yield
             if self._next_row != len(ids):
                 expected = f"calls of the model with {len(ids)} sequences in all, as ids has rows"
                 raise checks.bad_value("Routing.replay", "model", expected, str(self._next_row))
-            if len(ids) and self._rows_seen() == before:
-                expected = "routers that take ids, got none. Has the model been changed after Routing?"
-                raise RuntimeError(f"Routing.replay: expected {expected}")
+            if len(ids):
+                self._expect_all("replay", [layer.rows > rows[layer.number] for layer in self._layers])
         finally:
             self._ids, self._is_active = None, self._record is not None
 
-    def _rows_seen(self) -> int:
-        return sum(layer.rows for layer in self._layers)
+    def _expect_all(self, method: str, have_taken_part: Sequence[bool]) -> None:
+        """Raises RuntimeError unless all routers have: those of others would choose for themselves, unseen."""
+        missing = [name for name, has in zip(self.layers, have_taken_part, strict=True) if not has]
+        if missing:
+            expected = f"all {len(self.layers)} routers to take part, got {len(missing)} that did not ({missing[0]})"
+            raise RuntimeError(f"Routing.{method}: expected {expected}. Has the model been changed after Routing?")
 
     def counts(self) -> dict[str, int]:
         """Returns numbers of tokens, summed over layers and replays, and waits for the device.
@@ -398,7 +415,7 @@ class Routing:
         of them do if ids are of other tokens. "unset": those without ids.
         """
         same, unset = (0, 0) if self._counts is None else self._counts.tolist()
-        forced = self._rows_seen() - unset
+        forced = sum(layer.rows for layer in self._layers) - unset
         return {"forced": forced, "differ": forced - same, "unset": unset}
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
@@ -406,7 +423,12 @@ class Routing:
             return
         if self._is_active:
             self._open(args, named)
-        elif self.was_replayed and not torch.compiler.is_compiling() and not private.in_backward():
+        elif self.was_replayed and (not torch.compiler.is_compiling() or private.checkpoints(self._model)):
+            self._open_plain()
+
+    @_outside_graphs
+    def _open_plain(self) -> None:
+        if not private.in_backward():
             self._begin(_Call(None, None, UNSET, None))  # what recomputes a part of it is known not to be replayed
 
     @_outside_graphs
@@ -416,7 +438,7 @@ class Routing:
         shape = tuple(tokens.shape[:2])
         ids = None
         if self._ids is not None:
-            is_packed = shape[0] == 1 and named.get("position_ids") is not None
+            is_packed = shape[0] == 1 and argument(args, named, "position_ids", 2) is not None
             ids = self._rows(self._ids[self._next_row : self._next_row + shape[0]], shape, is_packed)
             self._next_row += shape[0]
             ids = ids.to(tokens.device, torch.int64, non_blocking=True)
@@ -437,7 +459,8 @@ class Routing:
             return torch.nn.functional.pad(ids, (0, 0, 0, 0, 0, 1), value=UNSET)
         if ids.shape[:2] != shape:
             rows = f"{tuple(ids.shape[:2])} at row {self._next_row} of {tuple(self._ids.shape)}"  # type: ignore[union-attr]
-            raise checks.bad_value("Routing.replay", "ids", f"rows for a call of (B, T) = {shape}", rows)
+            packed = ", of all T as position_ids may be of packed sequences" if is_packed else ""
+            raise checks.bad_value("Routing.replay", "ids", f"rows for a call of (B, T) = {shape}{packed}", rows)
         return ids
 
     def _bound(self, checkpoint: Any, call: _Call) -> Callable[..., Any]:
@@ -479,12 +502,16 @@ class Routing:
         found = [ids for ids in call.recorded or () if ids is not None]  # type: ignore[union-attr]
         if self._record is None or not found:
             return
+        self._expect_all("record", [ids is not None for ids in call.recorded])  # type: ignore[union-attr]
         if len({ids.shape[1] for ids in found}) > 1:
             raise checks.bad_value("Routing.record", "model", "one k for all layers", str([i.shape[1] for i in found]))
-        empty = torch.full_like(found[0], UNSET)
-        layers = [empty if ids is None else ids.to(empty.device) for ids in call.recorded]  # type: ignore[union-attr]
-        ids = torch.stack(layers, 1).int()  # (L, layers, k)
+        ids = torch.stack([ids.to(found[0].device) for ids in found], 1).int()  # (L, layers, k)
         self._record.calls.append(ids.view(*call.shape, *ids.shape[1:]))  # type: ignore[union-attr]
+
+
+def argument(args: Any, named: Any, name: str, place: int) -> Any:
+    """Returns what a call of a model of transformers has under a name, or at the place that the name always has."""
+    return named[name] if name in named else next(iter(args[place : place + 1]), None)
 
 
 def _validated(ids: Tensor) -> int:
@@ -509,14 +536,21 @@ def align(sequences: Sequence[Any], mask: Tensor | None = None, *, lengths: Sequ
     mask: (B, T), not 0 at the n tokens of each sequence. Returns (B, T, layers, k) int32, on the CPU.
     lengths: in place of it the n of sequences that are packed into one. Returns (1, sum, layers, k).
     A sequence may have n - 1 rows, without the token that was sampled last.
-    Raises ValueError for no sequences, for other numbers of them or of rows, and for unequal layers or k.
+    Raises ValueError for no sequences, for other numbers of them or of rows, and for unequal layers or k, and TypeError
+    for others than integers.
     """
     if (mask is None) == (lengths is None):
         raise checks.bad_value("align", "mask", "mask or lengths", "both or neither")
     if lengths is not None:
-        mask = torch.arange(max(lengths, default=0)) < torch.tensor(list(lengths))[:, None]
-    has_token = mask.cpu() != 0  # type: ignore[union-attr]
-    parts = [torch.as_tensor(sequence).int().cpu() for sequence in sequences]
+        numbers = [checks.integer("align", "lengths", length) for length in lengths]
+        if any(number < 0 for number in numbers):
+            raise checks.bad_value("align", "lengths", "numbers from 0", str(list(lengths)))
+        mask = torch.arange(max(numbers, default=0)) < torch.tensor(numbers)[:, None]
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask)
+        raise checks.bad_type("align", "mask", "a tensor (B, T)", got)
+    has_token = mask.cpu() != 0
+    parts = [_on_host("align", "sequences", sequence) for sequence in sequences]
     numbers = has_token.sum(1).tolist()
     if len(parts) != len(numbers):
         raise checks.bad_value("align", "sequences", f"{len(numbers)} of them", str(len(parts)))
@@ -533,15 +567,26 @@ def align(sequences: Sequence[Any], mask: Tensor | None = None, *, lengths: Sequ
     return out if lengths is None else out[has_token][None]
 
 
+def _on_host(function: str, name: str, given: Any) -> Tensor:
+    """Returns ids as int32 on the CPU."""
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise checks.bad_type(function, name, "arrays (rows, layers, k) of integers", f"{given!r:.60}") from None
+    if ids.is_floating_point() or ids.dtype is torch.bool:
+        raise checks.bad_type(function, name, "arrays of integers", str(ids.dtype))
+    return ids.int().cpu()
+
+
 def from_engine(model: torch.nn.Module, *parts: Any, tokens: int) -> Tensor:
     """Returns the ids that vLLM or SGLang gave for one sequence, (tokens, layers, k) int32, for `align`.
 
     parts: arrays (rows, layers, k) that follow one another, as of prompt and completion. layers: those with experts, or
     all hidden layers of the model. tokens: of the sequence. The last may be missing and is then UNSET.
-    Raises ValueError for other numbers of rows or layers.
+    Raises ValueError for other numbers of rows or layers, and TypeError for others than integers.
     """
-    inner, choosers = routed_model(model)
-    arrays = [torch.as_tensor(part).int().cpu() for part in parts]
+    inner, choosers = routed_model("from_engine", model)
+    arrays = [_on_host("from_engine", "parts", part) for part in parts]
     if not arrays or any(array.dim() != 3 for array in arrays):
         shapes = str([tuple(array.shape) for array in arrays])
         raise checks.bad_value("from_engine", "parts", "arrays (rows, layers, k)", shapes)

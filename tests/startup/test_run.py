@@ -169,6 +169,7 @@ needs_transformers = pytest.mark.skipif(
         (["--", "sh", "-c", "exit 7"], 7, ""),
         (["sh", "-c", "exit 7"], 7, ""),
         ([], 2, "COMMAND: expected a program and its arguments after --, got none"),
+        (["--", ""], 2, "COMMAND: expected a program and its arguments after --, got none"),
         (
             ["--", "no-such-program"],
             127,

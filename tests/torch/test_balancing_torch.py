@@ -112,6 +112,14 @@ def test_z_loss(dtype):
     assert_same(found, lambda x: (x.exp().sum(dim=1).log() ** 2).mean(), logits_of(6, dtype), dtype)
 
 
+@pytest.mark.parametrize("number", [0, torch.tensor(0)], ids=["int", "tensor"])
+def test_z_loss_of_no_tokens(number):
+    x = logits_of(6).requires_grad_()
+    _, _, sums = route(x, K, sums=("z",), token_mask=torch.zeros(L, dtype=torch.bool))
+    loss = z_loss(sums, number)
+    assert loss == 0 and not torch.autograd.grad(loss, x)[0].any()
+
+
 def test_losses_at_balance_and_at_collapse():
     even = torch.full((1, E), L / E, dtype=torch.float64)
     one = torch.zeros(1, E, dtype=torch.float64).index_fill(1, torch.tensor(0), L)
@@ -127,6 +135,12 @@ def test_update_bias_moves_towards_the_mean():
     assert bias.tolist() == [0.625, 0.125, 0.125, -0.625]
     update_bias(bias, torch.tensor([2, 2, 2, 2]))
     assert bias.tolist() == [0.625, 0.125, 0.125, -0.625]
+
+
+@pytest.mark.parametrize("bias", [None, [0.0, 1.0]])
+def test_a_bias_that_is_no_tensor_is_refused(bias):
+    with pytest.raises(TypeError, match=r"^update_bias: bias: expected a float32 tensor, .* got "):
+        update_bias(bias, torch.tensor([1, 2]))
 
 
 def test_update_bias_evens_out_the_load_of_a_module():

@@ -1275,7 +1275,9 @@ def test_masks_of_other_kinds_are_refused():
     layer, x = MoE(8, 6, 5, 2), torch.randn(2, 3, 8)
     for mask, expected in (
         (torch.ones(2, 3), "dtype bool, got float32"),
-        (torch.ones(2, 1, dtype=torch.bool), "one for each of 6 tokens, got 2"),
+        (torch.ones(2, 1, dtype=torch.bool), "shape (2, 3) or (6,), got (2, 1)"),
+        (torch.ones(3, 2, dtype=torch.bool), "shape (2, 3) or (6,), got (3, 2)"),
+        (torch.ones(1, 6, dtype=torch.bool), "shape (2, 3) or (6,), got (1, 6)"),
         (torch.ones(2, 3, dtype=torch.bool, device="meta"), "x's device cpu, got meta"),
         ([True] * 6, "None or a torch tensor, got <class 'list'>"),
     ):

@@ -1008,6 +1008,18 @@ def test_a_save_policy_is_checked_where_it_is_registered():
     assert str(caught.value).startswith("register: save: expected one of 'minimal', ")
 
 
+@pytest.mark.parametrize("name", ["", None, 5])
+def test_names_that_no_model_could_ask_for_are_refused(name):
+    with pytest.raises(ValueError, match=r"^register: name: expected one that transformers does not use itself"):
+        backend.register(name)
+
+
+@pytest.mark.parametrize("function", ["patch", "pack_experts", "quantize_weights"])
+def test_what_is_no_module_is_refused(function):
+    with pytest.raises(TypeError, match=f"^{function}: model: expected a torch.nn.Module, got 'a path'$"):
+        getattr(backend, function)("a path")
+
+
 def test_the_name_is_checked_where_a_model_is_built():
     with pytest.raises(ValueError, match="is not supported"):
         tiny("mixtral", "moeblase")

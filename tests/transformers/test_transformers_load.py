@@ -313,6 +313,13 @@ def test_layers_that_hold_much_memory_do_not_wait(kind, of_layers, groups, monke
     check(seen.read(), wanted)
 
 
+def test_a_mask_by_place_leaves_padding_out():
+    model = made()
+    wanted, seen = expected(model, "Qwen3Moe"), monitor(model)
+    model.model(TOKENS, MASK)
+    check(seen.read(), wanted)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_forward_that_raises_is_not_counted(error, monkeypatch):
     """Hooks of torch see no KeyboardInterrupt, so the next forward drops what that one left."""

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="needs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 
 from moeblaze_cupy.interop.torch import route  # noqa: E402
-from moeblaze_cupy.interop.transformers import UNSET, Routing, align, from_engine, patch, routing  # noqa: E402
+from moeblaze_cupy.interop.transformers import UNSET, Routing, align, from_engine, monitor, patch, routing  # noqa: E402
 from tests.router import test_routing_transformers as routers  # noqa: E402
 from tests.torch_versions import NO_SHARDING_ON_THE_CPU  # noqa: E402
 
@@ -318,9 +318,13 @@ def test_generate_of_other_sequences_raises():
             delattr(model.generation_config, name)
         refuses("use_cache", max_new_tokens=2, use_cache=None)  # transformers takes it for False
         refuses("assistant_model", None, None, None, None, None, model, max_new_tokens=2)
+        if hasattr(model, "generate_batch"):  # transformers from 4.56 on
+            refusal = pytest.raises(ValueError, match=r"record: model: expected generate, .* got continuous batching")
+            with refusal, routes.record():
+                model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=config(max_new_tokens=2))
         model.generation_config.num_beams = 3
         with routes.record() as record:
-            model.generate(prompt, config(max_new_tokens=2, num_beams=1))
+            model.generate(prompt, config(max_new_tokens=2, num_beams=1, guidance_scale=1.0))
         assert record.ids.shape == (1, 6, 3, 2)
 
 
@@ -343,7 +347,10 @@ def test_packed_sequences():
             got = model(**packed).logits
         torch.testing.assert_close(got, torch.cat(wanted, 1), rtol=1e-4, atol=1e-4)  # float32, other sums
         with (
-            pytest.raises(ValueError, match=r"rows for a call of \(B, T\) = \(1, 9\), got \(1, 8\)"),
+            pytest.raises(
+                ValueError,
+                match=r"rows for a call of \(B, T\) = \(1, 9\), of all T as .* packed sequences, got \(1, 8\)",
+            ),
             routes.replay(ids[:, :8]),
         ):
             model(**packed)
@@ -397,13 +404,19 @@ def test_ids_that_do_not_fit_raise(change, error, message):
 
 
 def test_a_model_that_changes_after_routing_raises():
+    """Also where one router of several does, as adapters of peft have it trained in a copy."""
     model = made()
     with Routing(model) as routes:
         ids = routes_of(model, routes)
-        for layer in model.model.layers:
-            del layer.mlp.gate.forward
-        with pytest.raises(RuntimeError, match="replay: expected routers that take ids, got none"), routes.replay(ids):
-            model(TOKENS)
+        for layers, number, first in ((model.model.layers[1:2], 1, 1), (model.model.layers[::2], 3, 0)):
+            for layer in layers:
+                layer.mlp.gate = copy.deepcopy(layer.mlp.gate)
+            expected = rf"expected all 3 routers to take part, got {number} that did not \(layers\.{first}"
+            with pytest.raises(RuntimeError, match=f"replay: {expected}"), routes.replay(ids):
+                model(TOKENS)
+            if number < 3:
+                with pytest.raises(RuntimeError, match=f"record: {expected}"), routes.record():
+                    model(TOKENS)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -420,15 +433,23 @@ def test_a_copy_takes_a_routing_of_its_own(copied):
 
 
 def test_models_that_do_not_fit_raise():
-    with pytest.raises(ValueError, match="a transformers model with experts, got a Linear"):
-        Routing(torch.nn.Linear(2, 2))
+    for function, call in (
+        ("Routing", Routing),
+        ("monitor", monitor),
+        ("from_engine", lambda model: from_engine(model, tokens=1)),
+    ):
+        expected = "a transformers model with experts, got a Linear"
+        with pytest.raises(ValueError, match=f"^{function}: model: expected {expected}"):
+            call(torch.nn.Linear(2, 2))
+        with pytest.raises(TypeError, match=f"^{function}: model: expected a torch.nn.Module, got 'a path'"):
+            call("a path")
     model = made()
     with Routing(model) as routes:
         with pytest.raises(ValueError, match="one without a Routing"):
             Routing(model)
         with routes.record() as record, pytest.raises(RuntimeError, match="one at a time"), routes.record():
             pass
-        with pytest.raises(RuntimeError, match="no call of the model was recorded"):
+        with pytest.raises(RuntimeError, match="expected a recorded call, got none"):
             record.ids  # noqa: B018
         with routes.record() as record:
             model(TOKENS)
@@ -588,7 +609,7 @@ def test_arrays_of_engines():
 
 
 def test_sequences_that_do_not_fit_their_mask_raise():
-    rows, mask = torch.zeros(3, 2, 2), torch.ones(1, 5)
+    rows, mask = torch.zeros(3, 2, 2, dtype=torch.int32), torch.ones(1, 5)
     with pytest.raises(ValueError, match="5 rows or one less for sequence 0, got 3"):
         align([rows], mask)
     with pytest.raises(ValueError, match="1 of them, got 2"):
@@ -599,6 +620,15 @@ def test_sequences_that_do_not_fit_their_mask_raise():
             align(parts, lengths=[len(part) for part in parts])
     with pytest.raises(ValueError, match="mask or lengths, got both"):
         align([rows], mask, lengths=[3])
+    for parts, of_batch, message in (
+        ([rows.float()], {"lengths": [3]}, "sequences: expected arrays of integers, got torch.float32"),
+        ("abc", {"lengths": [1, 1, 1]}, "sequences: expected arrays (rows, layers, k) of integers, got 'a'"),
+        ([rows], {"mask": [[1, 1, 1]]}, "mask: expected a tensor (B, T), got <class 'list'>"),
+        ([rows], {"mask": torch.ones(3)}, "mask: expected a tensor (B, T), got (3,)"),
+        ([rows], {"lengths": [-3]}, "lengths: expected numbers from 0, got [-3]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^align: {re.escape(message)}$"):
+            align(parts, **of_batch)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -641,6 +671,27 @@ def test_compiled_models(backend):
         step_compiled(whole)
         with pytest.raises(torch._dynamo.exc.Unsupported), routes.record():
             whole(TOKENS)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_step_with_checkpointing_after_a_replay(backend):
+    """Backward knows that what it computes again was not replayed."""
+    torch._dynamo.reset()
+    model = made()
+    wanted = step(model)
+    model.gradient_checkpointing_enable()
+    compiled = torch.compile(model, backend=backend)
+    with Routing(model) as routes:
+        with torch.no_grad(), routes.record() as record:
+            model(TOKENS)
+        with routes.replay(record.ids):
+            step(model)
+        model.zero_grad()
+        compiled(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-5, msg=name)  # float32, other sums
     torch._dynamo.reset()
 
 
