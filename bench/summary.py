@@ -106,10 +106,11 @@ STEPS_SHOWN = {
     "qwen3_30b_a3b_lora_32k": "Qwen3-30B-A3B's adapters, 32k tokens",
 }
 ABOUT = """The table compares training passes and steps with torch's `grouped_mm` and with
-[SonicMoE](https://arxiv.org/abs/2512.14080) in bf16. Time is theirs over this layer's: above 1 this layer is faster.
-Memory is how much more they allocate at the peak: what all have in common, such as weights, gradients and optimizer
-state, cancels out. A layer's time is forward and backward without the router. A step is that of a model of transformers
-with 4 layers and a vocabulary of 8,192: router, attention, loss and AdamW are in it. Adapters are peft's of rank 16."""
+[SonicMoE](https://arxiv.org/abs/2512.14080) in bf16. Time is theirs over this layer's, median (range):
+above 1 this layer is faster. Memory is how much more they allocate at the peak: what all share, such as weights,
+gradients and optimizer state, cancels out. A layer's time is forward and backward without the router. A step is that of
+a model of transformers with 4 layers and a vocabulary of 8,192: router, attention, loss and AdamW are in it. Adapters
+are peft's of rank 16."""
 
 
 def readme(records: Records) -> str:

@@ -10,6 +10,7 @@ from itertools import compress
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed.tensor import Replicate
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks
@@ -452,18 +453,35 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     ranks: give one rank's experts as a DTensor. All ranks call it with the same parameters in the same order, so not
     with a set.
     """
+    norm_type = float(norm_type)
     by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in (parameters,) if isinstance(parameters, Tensor) else parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = []
-    for group in by_mesh.values():
-        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
+    for mesh, group in by_mesh.items():
+        grads = [p.grad for p in group if p.grad is not None]
+        if mesh is not None and norm_type == float("inf"):
+            norms.append(_largest(grads, mesh))
+            continue
+        norm = torch.nn.utils.get_total_norm(grads, norm_type)
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
     for group in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _largest(grads: Iterable[Any], mesh: Any) -> Tensor:
+    """Returns the largest |element| of DTensors. torch's norm raises on the ranks alone whose parts are empty."""
+    parts = []
+    for grad in grads:
+        placements = [Replicate() if of.is_partial() else of for of in grad.placements]
+        parts.append(waited(grad.redistribute(mesh, placements).to_local()))
+    norm = torch.stack([part.abs().amax() if part.numel() else part.new_zeros(()) for part in parts]).amax()
+    for dimension in range(mesh.ndim):
+        torch.distributed.all_reduce(norm, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return norm
 
 
 @graph_break

@@ -58,9 +58,11 @@ def parallelize_experts(
     raise ValueError, and merging raises RuntimeError from here on.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
     NotImplementedError for experts that the layer cannot compute, and for other adapters on experts. Experts that get
-    such adapters later raise it in forward. What `group` raises is raised on all ranks.
+    such adapters later raise it in forward. What `group` raises is raised on all ranks, and TypeError or ValueError if
+    its ExpertGroup is of other ranks or experts.
     """
     function = "parallelize_experts"
+    torch_arguments.check_module(function, model)
     checks.one_of(function, "save", save, SAVE_POLICIES)
     checks.one_of(function, "precision", precision, fp8_checks.PRECISIONS)
     fp8_checks.row_precision(function, row_precision, precision)
@@ -78,7 +80,7 @@ def parallelize_experts(
     for module in found.values():
         number = transformers_experts.weights_of(module)[0].shape[0]
         if number not in groups:
-            groups[number] = group(mesh, number)
+            groups[number] = _of_mesh(group(mesh, number), mesh, number)
     options = _Options(save, precision, row_precision)
     parts: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in found.values():
@@ -91,6 +93,18 @@ def parallelize_experts(
         hook = functools.partial(_refuse_later_adapters, name, part)
         model.get_submodule(caller).register_forward_pre_hook(hook)
     return tuple(found)
+
+
+def _of_mesh(experts: Any, mesh: DeviceMesh, number: int) -> ExpertGroup:
+    """Returns the ExpertGroup that a caller has made, if it is of this mesh and number of experts."""
+    expected = f"a function that makes an ExpertGroup of the mesh and {number} experts"
+    if not isinstance(experts, ExpertGroup):
+        raise checks.bad_type("parallelize_experts", "group", expected, f"one that returns {type(experts)}")
+    ranks, of_mesh = map(torch.distributed.get_process_group_ranks, (experts.group, mesh.get_group()))
+    if experts.num_experts != number or ranks != of_mesh:
+        got = f"one of ranks {ranks} and {experts.num_experts} experts, where the mesh has ranks {of_mesh}"
+        raise checks.bad_value("parallelize_experts", "group", expected, got)
+    return experts
 
 
 def _refuse_adapters(name: str, wrapper: Any) -> None:

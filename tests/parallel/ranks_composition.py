@@ -240,6 +240,22 @@ def checkpoints_on_meshes(rank, size, group):
 
 
 @case
+def parts_without_elements_are_clipped(rank, size, group):
+    """By the largest element, of which torch's norm raises on the ranks alone that have none, and by sums."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    whole = torch.arange(-4.0, 2.0, dtype=torch.float64).view(1, 6)  # all of rank 0
+    parameter = torch.nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+    sums = torch.nn.Parameter(distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [Replicate()]))
+    for kind, norm in ((torch.inf, 5.0), ("inf", 5.0), (1, 18.0)):
+        parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+        share = torch.tensor([5.0, -2.0], dtype=torch.float64) / size
+        sums.grad = DTensor.from_local(share, mesh, [Partial()])
+        got = clip_grad_norm_([parameter, sums], 1.0, kind)
+        assert difference(got, torch.tensor(norm, dtype=torch.float64)) <= 1e-14, (kind, got)
+        assert difference(parameter.grad.full_tensor(), whole / norm) <= 1e-5  # torch divides by norm + 1e-6
+
+
+@case
 def hidden_width_is_split(rank, size, group):
     """Tensor parallelism of h alone, and within expert parallelism."""
     for ep in (1, 2) if size == 4 else (1,):

@@ -387,6 +387,14 @@ def models_that_cannot_be_spread(rank, size, group):
     expect(TypeError, "mesh: expected a DeviceMesh of one dimension, got", parallelize_experts, model, group)
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
     expect(ValueError, """got a mesh of ('efsdp', 'ep'): pass mesh["ep"]""", parallelize_experts, model, both)
+    expect(TypeError, "model: expected a torch.nn.Module, got 'a path'", parallelize_experts, "a path", mesh)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for made, kind, text in (
+        (lambda *_: None, TypeError, "one that returns <class 'NoneType'>"),
+        (lambda mesh, E: ExpertGroup(mesh, 2 * E), ValueError, f"one of ranks {list(range(size))} and 16 experts"),
+        (lambda mesh, E: ExpertGroup(alone, E), ValueError, f"one of ranks [{rank}] and 8 experts"),
+    ):
+        expect(kind, text, functools.partial(parallelize_experts, model, mesh, group=made))
     assert type(model.model.layers[0].mlp.experts.gate_up_proj) is torch.nn.Parameter
     expect(
         ValueError,
