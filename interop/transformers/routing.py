@@ -542,10 +542,10 @@ def align(sequences: Sequence[Any], mask: Tensor | None = None, *, lengths: Sequ
     if (mask is None) == (lengths is None):
         raise checks.bad_value("align", "mask", "mask or lengths", "both or neither")
     if lengths is not None:
-        numbers = [checks.integer("align", "lengths", length) for length in lengths]
-        if any(number < 0 for number in numbers):
-            raise checks.bad_value("align", "lengths", "numbers from 0", str(list(lengths)))
-        mask = torch.arange(max(numbers, default=0)) < torch.tensor(numbers)[:, None]
+        lengths = [checks.integer("align", "lengths", length) for length in lengths]
+        if min(lengths, default=0) < 0:
+            raise checks.bad_value("align", "lengths", "numbers from 0", str(lengths))
+        mask = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask)
         raise checks.bad_type("align", "mask", "a tensor (B, T)", got)

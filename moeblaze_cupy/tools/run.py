@@ -16,7 +16,7 @@ from moeblaze_cupy.tools.command import CommandError, one_line
 def run(args: argparse.Namespace) -> int:
     """Does not return, as the command takes this process over: its signals and its exit status are the command's."""
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    if not any(words[:1]):
+    if not words or not words[0]:
         raise CommandError("COMMAND: expected a program and its arguments after --, got none")
     room, mode = "transformers", "import" if args.import_only else "default"
     if args.megatron:
