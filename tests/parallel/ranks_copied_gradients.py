@@ -12,7 +12,18 @@ from moeblaze_cupy.interop.fsdp.sums import GradientSums
 from moeblaze_cupy.interop.torch import MoE
 from moeblaze_cupy.layer import backward_api as backward
 from tests.parallel.ranks_common import gpu_case
-from tests.parallel.ranks_copies import HALF, WHOLE, layers_of, loss_of, on_cpu, same, straight, tokens_of, trained
+from tests.parallel.ranks_copies import (
+    HALF,
+    WHOLE,
+    agree,
+    layers_of,
+    loss_of,
+    on_cpu,
+    same,
+    straight,
+    tokens_of,
+    trained,
+)
 from tests.parallel.ranks_fsdp import are_right, late, steps
 
 
@@ -68,9 +79,7 @@ def fsdp_stores_gradients(mesh, size):
         assert len(seen) == 1
         handle.remove()
         found.append([value for value in results if value is not None])
-    assert len(found[0]) == len(found[1]) and (size > 2 or same(*found))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    assert agree(size, *found)
 
 
 @on_cpu
@@ -87,7 +96,7 @@ def fsdp_stores_no_gradients_of_other_tensors(mesh, size):
         x = tokens_of(mesh, 0, 0 if mesh.get_local_rank() == 1 else 40)
         layers(x).float().sum().backward()
         found.append(gradients_of(layers))
-    assert size > 2 or same(*found)
+    assert agree(size, *found)
 
 
 @on_cpu
@@ -164,7 +173,7 @@ def fsdp_stores_gradients_as_autograd_would(mesh, size):
                 loss_of(layers, x).backward()
             assert len(names) == number * stores, name
             found.append(gradients_of(layers))
-        assert size > 2 or not found or same(*found), name
+        assert not found or agree(size, *found), name
     layers = layers_of(mesh, engines=CopyEngines(mesh), reshard=False)
     weights = layers(x) is not None and [layers[1].w1_storage, layers[1].w2_storage]
     with counted() as names:

@@ -162,6 +162,12 @@ def same(wanted, got):
     return len(wanted) == len(got) and all(map(torch.equal, wanted, got))
 
 
+def agree(size, wanted, got):
+    """On two ranks the bits are the same. More ranks add in another order, in at most the eight bits of bfloat16."""
+    near = [(a.double() - b.double()).norm() <= 2**-7 * a.double().norm() for a, b in zip(wanted, got, strict=True)]
+    return same(wanted, got) if size == 2 else all(near)
+
+
 def on_cpu(function):
     """A case of processes that share memory of files."""
 
@@ -186,10 +192,7 @@ def fsdp_by_copies(mesh, size):
             layers = layers_of(mesh, **options, engines=CopyEngines(mesh))
             assert hooked(layers) == [f"{n}.{w}_storage" for n in range(3) for w in ("w1", "w2")]
             got = trained(mesh, layers)
-            if size == 2:
-                assert same(wanted, got), options
-            for a, b in zip(wanted, got, strict=True):
-                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+            assert agree(size, wanted, got), options
 
 
 @on_cpu
@@ -237,7 +240,7 @@ def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
         assert all(a is b for a, b in zip(before, layers.parameters(), strict=True)) and len(hooked(layers)) == 6
         state = copy.deepcopy((layers.state_dict(), optimizer.state_dict()))
         got.append(trained(mesh, layers, optimizer=optimizer, first=STEPS))
-        assert size > 2 or all(map(same, wanted, got))
+        assert all(agree(size, *pair) for pair in zip(wanted, got, strict=True))
         for assign in (False, True):
             layers.load_state_dict(copy.deepcopy(state[0]), assign=assign)
             if assign:
@@ -246,7 +249,7 @@ def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
                 optimizer = optimizer_of(layers, **options)
             optimizer.load_state_dict(copy.deepcopy(state[1]))
             again = trained(mesh, layers, optimizer=optimizer, first=STEPS)
-            assert size > 2 or same(again, got[1]), assign
+            assert agree(size, again, got[1]), assign
         twin = copy.deepcopy(before[1].detach())
         assert torch.equal(twin.to_local(), before[1].to_local())
 
@@ -316,7 +319,7 @@ def fsdp_by_copies_frees_what_nobody_waits_for(mesh, size):
                 optimizer.step()
                 optimizer.zero_grad()
             found.append([parameter.detach().full_tensor() for parameter in layers.parameters()])
-        assert size > 2 or same(*found)
+        assert agree(size, *found)
         for _ in range(2):
             engines.attach(*layers)  # gives modules the other bank
             loss_of(layers, tokens_of(mesh, 0)).backward()
@@ -395,7 +398,7 @@ def fsdp_by_copies_accumulates(mesh, size):
             results += [p.grad.full_tensor() for p in layers.parameters()]
             optimizer.zero_grad()
         found.append(results + [p.detach().full_tensor() for p in layers.parameters()])
-    assert len(found[0]) == len(found[1]) and (size > 2 or same(*found))
+    assert agree(size, *found)
 
 
 @on_cpu
@@ -422,7 +425,7 @@ def fsdp_by_copies_in_other_modes(mesh, size):
             layers[0].reshard()
             layers._set_unshard_async_op(True)
             found.append(results + trained(mesh, layers, 1))
-        assert len(found[0]) == len(found[1]) and (size > 2 or same(*found)), reshard
+        assert agree(size, *found), reshard
 
 
 @on_cpu

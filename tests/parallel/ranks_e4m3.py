@@ -18,6 +18,7 @@ from tests.parallel.ranks_copies import (
     HALF,
     STEPS,
     WHOLE,
+    agree,
     hooked,
     layers_of,
     on_cpu,
@@ -57,17 +58,20 @@ def fsdp_in_e4m3(mesh, size):
     plain = {"activation": "relu2", "expert_bias": True, "save": "fp8"}
     for options in ({}, {"dtype": WHOLE, "prefetch": False}, plain, {"save": "paper", "reduce_dtype": HALF}):
         options = FP8 | options
-        wanted, engines = trained(mesh, layers_of(mesh, **options)), CopyEngines(mesh)
+        steps = (
+            1 if size > 2 and "reduce_dtype" in options else STEPS
+        )  # AdamW makes more of sums rounded at each addition
+        wanted, engines = trained(mesh, layers_of(mesh, **options), steps), CopyEngines(mesh)
         layers = layers_of(mesh, **options, engines=engines)
         assert hooked(layers) == [f"{n}.{w}_storage" for n in range(3) for w in ("w1", "w2")]
         with watched() as (quantised, used):
-            got = trained(mesh, layers)
-        assert set(quantised) == {8 // size} and len(quantised) >= 2 * 3 * STEPS, quantised
+            got = trained(mesh, layers, steps)
+        assert set(quantised) == {8 // size} and len(quantised) >= 2 * 3 * steps, quantised
         assert used and all(here == {orientation} for here, orientation in used), used
         parts = [part for layer in layers for part in layer._fp8.gathered.parts]
         assert not any(array.untyped_storage().size() for part in parts for array in part.e4m3)
-        in_bf16 = trained(mesh, layers_of(mesh, **options, engines=engines, in_e4m3=False))
-        assert same(got, in_bf16) and (size > 2 or same(wanted, got)), options
+        in_bf16 = trained(mesh, layers_of(mesh, **options, engines=engines, in_e4m3=False), steps)
+        assert same(got, in_bf16) and agree(size, wanted, got), options
 
 
 @on_cpu
@@ -208,7 +212,7 @@ def fsdp_in_e4m3_leaves_the_rest(mesh, size):
         layers = layers_of(mesh, **FP8, engines=engines)
     assert [layer._fp8.gathered is not None for layer in layers] == [False, False, True] and len(hooked(layers)) == 3
     wanted, got = trained(mesh, layers_of(mesh, **FP8)), trained(mesh, layers)
-    assert size > 2 or same(wanted, got)
+    assert agree(size, wanted, got)
     engines.attach(*layers, in_e4m3=False)
     assert all(layer._fp8.gathered is None for layer in layers)
     trained(mesh, layers)
