@@ -140,7 +140,7 @@ class _TopK(TorchFunctionMode):
 class _Call:
     """One call of the model. ids: (layers, L, k) int64 or None. recorded: by layer, or None to record nothing.
 
-    is_unset: (layers, L, k). is_same: (layers, L), of the layers in `counted` whether the router would choose the same.
+    is_unset: (layers, L, k). is_same: (layers, L), of the layers in `ran` whether the router would choose the same.
     """
 
     def __init__(self, shape: Any, ids: Tensor | None, largest: int, recorded: list[Any] | None) -> None:
@@ -149,7 +149,7 @@ class _Call:
         if ids is not None:
             self.is_unset = ids < 0
             self.is_same = self.is_unset.new_zeros(ids.shape[:2])
-        self.counted: set[int] = set()
+        self.ran: set[int] = set()  # layers, in the first pass
 
     def again(self) -> "_Call":
         """Returns the call for what recomputes a part of it."""
@@ -159,7 +159,7 @@ class _Call:
 
     def counts(self) -> Tensor:
         """Returns (2,) int64: the tokens of layers whose router would choose the same, and those without ids."""
-        layers = sorted(self.counted)
+        layers = sorted(self.ran)
         is_unset = self.is_unset[..., 0]
         if len(layers) < len(is_unset):
             is_unset = torch.stack([is_unset[layer] for layer in layers])
@@ -213,6 +213,9 @@ class _Layer:
 
         It looks for this code itself: compiled code would hand on a bound method by its name, which is `_choose`.
         """
+        if call.is_first and self.number in call.ran:
+            expected = "routers that run once in a call, as ids have one place for each"
+            raise checks.bad_value("Routing", "model", expected, f"{self.chooser.name} again")
         own = self.own(self.chooser.module)
         device = next(value for value in (*args, *named.values()) if isinstance(value, Tensor)).device
         given = (None, None) if call.ids is None else (call.ids, call.is_unset)
@@ -229,10 +232,11 @@ class _Layer:
         if call.recorded is not None:
             call.recorded[self.number] = chosen
         self.routing.was_replayed |= ids is not None
-        if ids is not None and call.is_first and self.number not in call.counted:
+        if call.is_first:
+            call.ran.add(self.number)
+        if call.is_first and ids is not None:
             own = seen.own.flatten(0, -2)
             call.is_same[self.number] = (own[:, :, None] == ids[:, None, :]).any(2).all(1)
-            call.counted.add(self.number)
             self.rows += len(ids)
         return out
 
@@ -280,7 +284,8 @@ class Routing:
     """Records and replays the routing of one model of transformers, also within wrappers such as DDP and peft's.
 
     layers: the names of the routers in the model, in the order of ids.
-    Raises ValueError for a model without experts or with a Routing already, NotImplementedError for Phi-MoE.
+    Raises ValueError for a model without experts or with a Routing already, NotImplementedError for Phi-MoE. Calls in
+    which a router runs more than once, as those of Inkling2Loop, raise ValueError when they are recorded or replayed.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -487,7 +492,7 @@ class Routing:
         if self.call is not None and model is self._model:
             if out is None:  # forward raised, and may be called again
                 self._next_row -= self.call.shape[0] if self.call.ids is not None else 0
-                self.call.recorded, self.call.counted = None, set()
+                self.call.recorded, self.call.ran = None, set()
             self._close_call()
 
     @_outside_graphs
@@ -496,7 +501,7 @@ class Routing:
         for module, name, function in self._restore:
             setattr(module, name, function)
         self._restore.clear()
-        if call.counted:  # type: ignore[union-attr]
+        if call.ran and call.ids is not None:  # type: ignore[union-attr]
             counts = call.counts()  # type: ignore[union-attr]
             self._counts = counts if self._counts is None else self._counts + counts
         found = [ids for ids in call.recorded or () if ids is not None]  # type: ignore[union-attr]

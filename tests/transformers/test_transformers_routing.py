@@ -401,6 +401,35 @@ def test_ids_that_do_not_fit_raise(change, error, message):
             model(TOKENS)
 
 
+def test_ids_are_validated_as_asked():
+    model, twice = made(), torch.zeros(2, 9, 3, 2, dtype=torch.int64)
+    with Routing(model) as routes:
+        with routes.replay(twice, validate=False):
+            model(TOKENS)
+        assert routes.counts()["forced"] == 54
+        with pytest.raises(ValueError, match="an expert twice for one token"), routes.replay(twice, validate=True):
+            model(TOKENS)
+
+
+def test_layers_that_run_several_times_in_a_call_raise():
+    """Ids have one place for each router. The error leaves nothing behind, and other calls run as they are."""
+    model = made()
+    with Routing(model) as routes:
+        ids = routes_of(model, routes)
+        layers, model.model.layers = model.model.layers, torch.nn.ModuleList([*model.model.layers][:2] * 2)
+        model.config.num_hidden_layers = 4
+        message = "Routing: model: expected routers that run once in a call, as ids have one place for each, got"
+        wanted = model(TOKENS, use_cache=False).logits
+        with pytest.raises(ValueError, match=message), routes.record():
+            model(TOKENS, use_cache=False)
+        with pytest.raises(ValueError, match=message), routes.replay(ids):
+            model(TOKENS, use_cache=False)
+        assert torch.equal(model(TOKENS, use_cache=False).logits, wanted)
+        model.model.layers, model.config.num_hidden_layers = layers, 3
+        with routes.replay(ids):
+            model(TOKENS)
+
+
 def test_a_model_that_changes_after_routing_raises():
     """Also where one router of several does, as adapters of peft have it trained in a copy."""
     model = made()
