@@ -624,12 +624,15 @@ class MoE(torch.nn.Module):
         An adapter of peft or a parametrisation ends it, and modules with these hold nothing: their forwards quantise
         the weights that they are given.
         hold: False ends it and makes nothing.
-        Returns what is held, or None. Raises RuntimeError for parameters that FSDP2 shards.
+        Returns what is held, or None. Raises ValueError without precision="fp8", RuntimeError for experts that are
+        packed, or that FSDP2 shards.
         """
         if not hold:
             self._fp8.release()
             return None
         of_w1, of_w2 = self._whole_weights("MoE: quantize_weights")
+        if self.precision is None:
+            raise checks.bad_value("MoE: quantize_weights", "precision", "'fp8'", None)
         w1, w2 = of_w1.transpose(1, 2), of_w2.transpose(1, 2)
         made: Fp8Weights | None = self._fp8.hold(self, (of_w1, of_w2), w1, w2, self.gate_up)
         return made
@@ -695,9 +698,13 @@ class MoE(torch.nn.Module):
     def _hold_packed(self, w1: Mapping[str, torch.Tensor], w2: Mapping[str, torch.Tensor]) -> None:
         for name in ("w1_storage", "w2_storage"):
             self.register_parameter(name, None)
+        others = [pair for pair in self.named_parameters(recurse=False) if pair[0] != "router"]
         for name, parts in (("w1", w1), ("w2", w2)):
             for part, tensor in parts.items():
                 self.register_parameter(f"{name}_{part}", torch.nn.Parameter(tensor, requires_grad=False))
+        for name, parameter in others:  # states of optimizers go by the order of a module that was made packed
+            delattr(self, name)
+            self.register_parameter(name, parameter)
 
     def _forms(self) -> tuple[QuantizedWeight, QuantizedWeight]:
         assert self.expert_format is not None
@@ -822,8 +829,9 @@ class MoE(torch.nn.Module):
         if parameters[0] is None or parameters[1] is None:
             autocast = torch_arguments.in_autocast(tokens)
             dtype = torch.get_autocast_dtype(tokens.device.type) if autocast else tokens.dtype
-            if dtype == torch.float16:
-                raise checks.bad_type("MoE", "torch.autocast", "bfloat16 for packed experts", dtype)
+            if dtype not in (torch.bfloat16, torch.float32):
+                name, expected = "torch.autocast" if autocast else "x", "bfloat16, on the CPU also float32,"
+                raise checks.bad_type("MoE", name, f"{expected} for packed experts", dtype)
             w1, w2 = self._frozen_weights(dtype)
         else:
             if gathered is not None and gathered.have(*parameters):

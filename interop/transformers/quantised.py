@@ -240,6 +240,8 @@ def in_one_dtype(x: Tensor, w1: QuantizedWeight, w2: QuantizedWeight) -> tuple[T
     if not torch_arguments.in_autocast(x):
         return x.to(getattr(torch, w2.dtype)), w1, w2
     dtype = str(torch.get_autocast_dtype(x.device.type)).removeprefix("torch.")
+    if dtype == "float16":
+        raise checks.bad_type("moeblaze", "torch.autocast", "bfloat16 for packed experts", dtype)
     return x, w1._replace(dtype=dtype), w2._replace(dtype=dtype)
 
 

@@ -280,12 +280,12 @@ def test_messages_of_the_module():
         with pytest.raises(ValueError, match=f"^MoE: quantize_experts: {message}$"):
             MoE(*sizes, 2, 1).quantize_experts(form)
     own = module(expert_format="nf4")
-    expected = "bfloat16 for packed experts, got torch.float16"
-    with (
-        torch.autocast("cpu", torch.float16),
-        pytest.raises(TypeError, match=f"^MoE: torch.autocast: expected {expected}$"),
-    ):
+    expected = "expected bfloat16, on the CPU also float32, for packed experts, got torch.float"
+    with torch.autocast("cpu", torch.float16), pytest.raises(TypeError, match=f"^MoE: torch.autocast: {expected}16$"):
         own(torch.zeros(3, 64))
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(TypeError, match=f"^MoE: x: {expected}{dtype.itemsize * 8}$"):
+            module(expert_format="nf4").to(dtype)(torch.zeros(3, 64, dtype=dtype))
     with pytest.raises(
         RuntimeError, match="MoE: quantize_experts: expected experts in floats, got expert_format='nf4'"
     ):
@@ -302,6 +302,15 @@ def test_messages_of_the_module():
             setattr(own, name, torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(AttributeError, match="'MoE' object has no attribute 'w3'"):
         _ = own.w3
+
+
+def test_optimizers_states_come_to_the_same_parameters():
+    """Their states go by place, so a module that was packed has the order of one that was made packed."""
+    options = {"lora_rank": 2, "expert_bias": True}
+    packed, made = MoE(64, 32, 4, 2, **options), MoE(64, 32, 4, 2, expert_format="nf4", **options)
+    packed.quantize_experts("nf4")
+    assert list(packed.state_dict()) == list(made.state_dict())
+    assert [name for name, _ in packed.named_parameters()] == [name for name, _ in made.named_parameters()]
 
 
 def test_floats_are_not_loaded_into_packed_experts():

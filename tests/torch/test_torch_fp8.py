@@ -48,6 +48,11 @@ def test_moe_is_the_layer(save, ready):
     assert 0.02 < (plain.float() - want.float()).norm() / plain.float().norm() < 0.1  # it is in e4m3
 
 
+def test_weights_are_held_in_fp8_alone():
+    with pytest.raises(ValueError, match=r"^MoE: quantize_weights: precision: expected 'fp8', got None$"):
+        MoE(48, 144, 4, 2).quantize_weights()
+
+
 def by_call(layer, others, x):
     torch.func.functional_call(layer, dict(others.named_parameters()), (x,))
 

@@ -190,6 +190,21 @@ def test_model(of):
         assert torch.equal(model.float()(tokens()).logits, plain.float()(tokens()).logits)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_casts_after_packing(model_type):
+    """Packed weights keep the dtype that they multiply in, to which biases are brought."""
+    model, _ = both(model_type, "mxfp4")
+    experts = model.get_submodule(NAMES[0])
+    x, ids, weights = torch.randn(6, 64).bfloat16(), torch.arange(12).view(6, 2) % 4, torch.rand(6, 2)
+    wanted = experts(x, ids, weights)
+    for dtype in (torch.float32, torch.float64):
+        got = experts.to(dtype)(x.to(dtype), ids, weights.to(dtype))
+        assert got.dtype == dtype and torch.equal(got, wanted.to(dtype))
+    expected = "bfloat16 for packed experts, got float16"
+    with expect(TypeError, f"moeblaze: torch.autocast: expected {expected}"), torch.autocast("cpu", torch.float16):
+        experts(x, ids, weights)
+
+
 @needs_models_that_compile
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_compiled_code_calls_it_between_graphs(model_type):
