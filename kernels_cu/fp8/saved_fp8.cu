@@ -29,7 +29,7 @@ template <class T, class Use>
 __device__ void for_each_group(const SavedFp8Params<T>& p, Use use) {
     const int64 rows = p.expert_token_offsets[p.num_experts], ld = int64(p.halves) * p.columns;
     const int groups = (p.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, step = p.interleaved ? p.halves : 1;
-    float* const scales = reinterpret_cast<float*>(p.saved + (int64(p.num_rows) * ld + 15) / 16 * 16);
+    float* const scales = saved_scales(p.saved, p.num_rows * ld);
     for (int64 i = blockIdx.x * int64(WARPS) + threadIdx.x / 32; i < rows * groups; i += gridDim.x * int64(WARPS)) {
         const int column = static_cast<int>(i % groups) * GROUP_COLUMNS + threadIdx.x % 32;
         for (int half = 0; half < p.halves; ++half) {
