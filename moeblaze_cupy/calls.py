@@ -1,8 +1,6 @@
 """One public call: its record or its arguments in working form, and the way back to the caller's kind of array."""
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -29,12 +27,8 @@ def graph_break(function: Function) -> Function:
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
         nonlocal by_torch
-        if by_torch is None:
-            if "torch._dynamo" not in sys.modules:  # nothing can be compiled, and its import takes seconds
-                return function(*arguments, **options)
-            dynamo = importlib.import_module("torch._dynamo.decorators")
-            dynamo.skip(called)  # this frame alone; what it calls comes under `disable`
-            by_torch = dynamo.disable(function)
+        if by_torch is None or by_torch is function:
+            by_torch = private.between_graphs(called, function)
         return by_torch(*arguments, **options)
 
     private.break_at(called, f"{function.__name__} of moeblaze_cupy has no operator, so it runs between two graphs")

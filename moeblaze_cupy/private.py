@@ -3,6 +3,7 @@
 Tested with torch 2.6, 2.11 and 2.13. A later version may lack any of them.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,6 +42,20 @@ def break_at(function: Any, reason: str) -> None:
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = reason
+
+
+def between_graphs(called: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function as compiled code calls it between its graphs, from the frame of `called`, which calls it.
+
+    `function` itself if nothing is compiled yet, as the import of `torch._dynamo` takes seconds. `skip` of its
+    decorators is for the frame alone, and what that calls comes under `disable`.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    dynamo = importlib.import_module("torch._dynamo.decorators")
+    dynamo.skip(called)
+    disabled: Callable[..., Any] = dynamo.disable(function)
+    return disabled
 
 
 def stream(device: int) -> int:

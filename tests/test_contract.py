@@ -186,7 +186,7 @@ def private_definitions(tree: ast.AST) -> set[str]:
 
 
 def private_uses(tree: ast.AST) -> list[str]:
-    """Private attributes, imports, and attributes that `getattr` and its kin are given by name."""
+    """Private attributes, imports, and what `getattr`, its kin, importlib and `sys.modules` are given by name."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -195,6 +195,8 @@ def private_uses(tree: ast.AST) -> list[str]:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += re.findall(r"^(?:torch|transformers|megatron|peft|triton|jax|cupy)[.][\w.]+$", node.value)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "attrgetter"):
             found += [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return [name for name in found if is_private(name) and name not in OF_NAMED_TUPLES]
@@ -222,7 +224,15 @@ def test_private_names_come_with_the_versions_they_were_tested_with(module):
 
 @pytest.mark.parametrize(
     "text",
-    ["torch._C.name", "import torch._dynamo", "from torch import _C", "getattr(torch, '_C')", "attrgetter('a._b')(x)"],
+    [
+        "torch._C.name",
+        "import torch._dynamo",
+        "from torch import _C",
+        "getattr(torch, '_C')",
+        "attrgetter('a._b')(x)",
+        "import_module('torch._dynamo')",
+        "'torch._inductor' in sys.modules",
+    ],
 )
 def test_private_names_are_seen(text):
     assert other_private_names("interop.torch.api", text)

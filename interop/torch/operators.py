@@ -9,7 +9,6 @@ changes a shape.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -337,7 +336,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         return call.results(by_tensor(grads).__getitem__)
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
-        if "torch._inductor.graph" in sys.modules:  # else nothing is being compiled by it, and its import takes seconds
+        if private.has_inductor():
             private.let_inductor_overwrite(moe_fwd, {moe_bwd: moe_bwd_, moe_bwd_acc: moe_bwd_acc_})
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()

@@ -153,6 +153,11 @@ def _lowering(forward: Any, pure: Any, in_place: Any) -> Any:
     return lower
 
 
+def has_inductor() -> bool:
+    """Returns whether `torch._inductor.graph` is imported, which takes seconds. Else inductor compiles nothing yet."""
+    return "torch._inductor.graph" in sys.modules
+
+
 def let_inductor_overwrite(forward: Any, overwriting: dict[Any, Any]) -> bool:
     """Tells inductor, once, which operator overwrites the tensors that another of the same arguments reads.
 
