@@ -44,7 +44,7 @@ import torch.distributed as dist
 import moeblaze_cupy as mb
 from bench import cases, measure
 from bench.inputs import device, has_gpu, layer_inputs
-from bench.providers import _activate as activated
+from bench.providers import activated
 from bench.providers import grouped_mm as grouped_product
 from moeblaze_cupy.interop.fsdp import CopyEngines
 from moeblaze_cupy.interop.parallel import ExpertGroup, expert_parallel_moe

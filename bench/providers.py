@@ -109,7 +109,7 @@ class _BoundWithTraffic(Layer):
         return self._with_copies("forward_backward")
 
 
-def _activate(first: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(first: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return F.silu(first)
     gate, up = first.chunk(2, dim=-1)
@@ -139,7 +139,7 @@ def over_routed_rows(x, ids, weights, w1, w2, activation: str = "swiglu", groupe
     ends = torch.searchsorted(experts, every, out_int32=True)
     products = grouped_mm if grouped else _products_in_turn
     first = products(x[order // ids.shape[1]], w1, ends)
-    rows = products(_activate(first, activation), w2, ends)
+    rows = products(activated(first, activation), w2, ends)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     slots = rows[back].view(*ids.shape, -1)
@@ -175,7 +175,7 @@ class _Composition(Layer):
         for expert, slots in enumerate(order.split(counts)):
             if len(slots):
                 tokens = slots // self.case.k
-                rows = _activate(x[tokens] @ w1[expert], self.case.activation) @ w2[expert]
+                rows = activated(x[tokens] @ w1[expert], self.case.activation) @ w2[expert]
                 rows = rows * weights.reshape(-1)[slots, None]
                 out.index_add_(0, tokens, rows.to(out.dtype))
         return out.to(x.dtype)
@@ -185,7 +185,7 @@ class _Composition(Layer):
         case = self.case
         every = torch.arange(1, case.E + 1, device=experts.device, dtype=experts.dtype)
         ends = torch.searchsorted(experts, every, out_int32=True)
-        product = _activate(grouped_mm(x[order // case.k], w1, ends), case.activation)
+        product = activated(grouped_mm(x[order // case.k], w1, ends), case.activation)
         rows = grouped_mm(product, w2, ends) * weights.reshape(-1)[order, None]
         return rows[order.argsort()].view(case.L, case.k, case.d).sum(1).to(x.dtype)
 

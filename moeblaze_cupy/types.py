@@ -66,7 +66,7 @@ FIRST_LAYER_GRADIENTS = frozenset(("x", "w1", "b1", "lora"))  # they come from t
 Y_SWI_GRADIENTS = frozenset(("w2", "lora"))  # they come from y_swi times the router weights
 WEIGHTS_ON = ("output", "input")
 WEIGHT_FORMATS = ("mxfp4", "nf4", "e4m3", "int8")
-NO_EXPERT, IDENTITY = -1, -2  # entries of token_index_map for slots that have no row
+IDENTITY = -2  # entry of token_index_map for a slot of an identity expert
 BIASES = ("b1", "b2")
 FACTORS = ("a1", "b1", "a2", "b2")  # fields of Lora
 

@@ -447,8 +447,10 @@ def _of_factors(parts: Sequence[Lora], factors: Sequence[Tensor | None]) -> list
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clips as `torch.nn.utils.clip_grad_norm_` does, for DTensors on several meshes too. Returns the norm of all.
+    """Clips as `torch.nn.utils.clip_grad_norm_` does, for DTensors on several meshes too.
 
+    max_norm: above which all gradients are scaled down to it, in place. norm_type: p of the p-norm, also inf.
+    Returns the norm of all before, (), on the gradients' device, on the CPU if there are none.
     Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
     ranks: give one rank's experts as a DTensor. All ranks call it with the same parameters in the same order, so not
     with a set.

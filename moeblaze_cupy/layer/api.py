@@ -199,7 +199,8 @@ def moe_forward(
     memory_limit: None, or bytes, on CUDA, for what forward allocates at one time beyond out and what it saves, and for
     what backward allocates, gradients included; with lora those of x, weights and lora. Both run in the fewest chunks
     of tokens that keep within it. Gradients of weights, biases and lora are then sums over the chunks in float32,
-    rounded once. ValueError names the least limit that is possible. Not with token_offsets or max_slots.
+    rounded once. ValueError names the least limit that is possible. Not with token_offsets or max_slots. With
+    backward, d and h in 16 bits are multiples of 8, and arrays of lora have a multiple of 8 elements.
     tf32: True rounds the operands of the products of a float32 layer, forward and backward, to TF32, for tensor cores.
     fp8_wgrad: True has the gradients of w1 and w2 multiply e4m3 too, with precision="fp8". Their other operands, the
     gradients of a, b and the weighted V(a) * M(b), have a scale for each expert and 128 columns. For h that is a

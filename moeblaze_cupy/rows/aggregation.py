@@ -92,9 +92,9 @@ def identity_weights(index: IndexLayout, x: Layout, grad_out: Layout, weights_dt
 
 
 def slots_by_row(index: IndexLayout) -> Launch:
-    """Writes the slot of each of the experts' rows (L*k,) int32, -1 past the routed ones, and a weight of 1 for each.
+    """Writes the slot of each of the R rows of experts (R,) int32, -1 past the routed ones, and a weight of 1 for each.
 
-    Addresses: token_index_map, expert_token_offsets, slots, row_weights (L*k,) float32, or 0 for none.
+    Addresses: token_index_map, expert_token_offsets, slots, row_weights (R,) float32, or 0 for none.
     """
     addresses = ("token_index_map", "expert_token_offsets", "slots", "row_weights")
     return _per_slot(index, "slots_by_row", addresses, {"num_experts": index.num_experts}, "slots.cu")
@@ -110,7 +110,7 @@ def weights_bwd(index: IndexLayout, dtype: str, parts: int) -> Launch:
 
 
 def weights_by_row(index: IndexLayout, dtype: str) -> Launch:
-    """Writes the router weight of each of the experts' rows (L*k,) float32; rows past the routed ones are not written.
+    """Writes the router weight of each of the R rows of experts (R,) float32, but for rows past the routed ones.
 
     Addresses: weights, token_index_map, row_weights.
     """
