@@ -68,7 +68,7 @@ def z_loss(sums: RouterSums, tokens: int | torch.Tensor) -> torch.Tensor:
 def update_bias(bias: torch.Tensor, counts: torch.Tensor, step: float = 1e-3) -> None:
     """Moves each expert's selection bias by `step`, in place: up below the mean load, down above it.
 
-    Call it once per optimizer step, not in forward, which checkpointing runs twice.
+    Call it once per optimizer step, after backward, in which checkpointing has the router choose again.
     bias: (E,) float32, such as the buffer `bias` of MoE(bias=True).
     counts: (S, E) or (E,): slots of each expert since the last step, of all micro-batches and ranks.
     Raises TypeError for None, or a bias that is not float32, as small steps would be lost, and ValueError for counts of
@@ -79,5 +79,5 @@ def update_bias(bias: torch.Tensor, counts: torch.Tensor, step: float = 1e-3) ->
         raise checks.bad_type("update_bias", "bias", "a float32 tensor, as MoE(bias=True) has", f"{bias!r:.60}")
     if bias.dtype != torch.float32:
         raise checks.bad_type("update_bias", "bias", "torch.float32", bias.dtype)
-    slots = _counts("update_bias", counts, len(bias)).reshape(-1, len(bias)).sum(dim=0).to(bias.dtype)
-    bias += step * torch.sign(slots.mean() - slots)
+    slots = _counts("update_bias", counts, len(bias)).reshape(-1, len(bias)).sum(dim=0)
+    bias += step * torch.sign(slots.sum() - len(bias) * slots)  # integers, which float32 would round

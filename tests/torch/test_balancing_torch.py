@@ -143,6 +143,15 @@ def test_a_bias_that_is_no_tensor_is_refused(bias):
         update_bias(bias, torch.tensor([1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("slots", "signs"), [([1_000_001] * 60, [0] * 60), ([2**24, 2**24 + 1] * 2, [1, -1] * 2)], ids=["even", "uneven"]
+)
+def test_update_bias_counts_exactly(slots, signs):
+    bias = torch.zeros(len(slots))
+    update_bias(bias, torch.tensor(slots, dtype=torch.int32), 0.125)
+    assert bias.tolist() == [0.125 * sign for sign in signs]
+
+
 def test_update_bias_evens_out_the_load_of_a_module():
     torch.manual_seed(7)
     layer = MoE(16, 8, E, K, score="sigmoid", bias=True, return_routing=True)
