@@ -24,8 +24,8 @@ OF_PEERS = (
 )
 QUANTIZED = ("quantize_rows", "quantize_weights")
 ABOUT = """`precision="fp8"` beside bf16, in windows of a second of calls back to back, which alternate. Weights are
-quantised before the calls, unless a column says that the call quantises them. torchao's columns, "over `_scaled_mm`"
-and errors are of shorter windows at `{}`."""
+quantised before the calls, unless a column says that the call quantises them. torchao's columns{} and
+errors are of shorter windows at `{}`."""
 OF_PRODUCTS = "Products at `{}`: bf16's time over e4m3's, including the sums over a token's slots."
 OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`"
 is the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, without gather,
@@ -63,22 +63,26 @@ def peers_of(found: dict[str, dict[str, dict]]) -> list[tuple[str, str, str, str
     return [of for of in OF_PEERS if any(of[1] in rows[of[2]]["seconds"] for rows in found.values())]
 
 
-def layer_rows(found: dict[str, dict[str, dict]], long: dict[str, dict[str, dict]]) -> list[list[str]]:
+def layer_rows(long: dict, products: dict, short: dict) -> list[list[str]]:
     """Cells: case, both passes, both where the call quantises, over torch._scaled_mm, then `peers_of`.
 
-    long: of `LONG_RECORD`, whose times stand where it has them.
+    long, products, short: rows of the three records, by case. Peers that have no time in long have that of short.
     """
     lines = []
-    for case, rows in found.items():
-        newest = rows | long.get(case, {})
-        dense = sum(rows[entry]["seconds"]["_scaled_mm"] for entry in ("up_fwd", "down_fwd"))
-        cells = [speed(newest[name], kind) for kind in ("fp8", "fp8, quantises") for name in PASSES]
+    for case, rows in long.items():
+        dense = sum(products[case][entry]["seconds"]["_scaled_mm"] for entry in ("up_fwd", "down_fwd"))
+        cells = [speed(rows[name], kind) for kind in ("fp8", "fp8, quantises") for name in PASSES]
         ratios = []
-        for _, peer, name, kind in peers_of(found):
-            of = next((each for each in (newest[name], rows[name]) if peer in each["seconds"]), None)
+        for _, peer, name, kind in peers_of(short):
+            of = _with(peer, rows[name], short.get(case, rows)[name])
             ratios.append(speed(of, kind, peer) if of else "-")
         lines.append([case, *cells, number(rows[PASSES[0]]["seconds"]["fp8"] / dense), *ratios])
     return lines
+
+
+def _with(peer: str, *rows: dict) -> dict | None:
+    """The first of these rows in which a peer ran."""
+    return next((row for row in rows if peer in row["seconds"]), None)
 
 
 def wgrad_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
@@ -118,7 +122,8 @@ def error_rows(found: dict[str, dict[str, dict]], long: dict[str, dict[str, dict
 
 def headline() -> list[str]:
     """The span of both passes' times beside bf16's, and of torchao's beside them; none without a record."""
-    found, short = by_case(LONG_RECORD, PASSES).values(), by_case().values()
+    long = by_case(LONG_RECORD, PASSES)
+    found = long.values()
     if not found:
         return []
     forward, both = ([rows[name]["seconds"] for rows in found] for name in PASSES)
@@ -132,9 +137,10 @@ def headline() -> list[str]:
     ]
     if of_wgrad := [seconds["bf16"] / seconds[WGRAD] for seconds in both if WGRAD in seconds]:
         lines.append(f"With weight gradients in e4m3 a training pass is {span(of_wgrad)} times as fast.")
-    _, peer, _, kind = OF_TRAINING
-    times = [rows[PASSES[1]]["seconds"] for rows in short]
-    of_peer = [seconds[peer] / seconds[kind] for seconds in times if peer in seconds]
+    _, peer, name, kind = OF_TRAINING
+    short = by_case()
+    of_cases = [_with(peer, rows[name], short.get(case, rows)[name]) for case, rows in long.items()]
+    of_peer = [row["seconds"][peer] / row["seconds"][kind] for row in of_cases if row]
     if of_peer:
         lines.append(f"torchao's fp8 layer, which quantises them too, takes {span(of_peer)} times as long to train.")
     return lines
@@ -154,13 +160,15 @@ def section(table) -> list[str]:
     titles = [title for title, *_ in peers_of(found)]
     head = ["case", "forward", "with backward", "forward that quantises", "with backward", "over `_scaled_mm`"]
     quantized, wgrads = of_quantizing(products), wgrad_rows(long)
+    others = [case for case, rows in long.items() if _with(OF_TRAINING[1], rows[PASSES[1]])]
+    but = f" (but {', '.join(others)}'s)" if others else ""
     return [
-        *("", "## Products in e4m3", "", ABOUT.format(_commit(RECORD)), ""),
+        *("", "## Products in e4m3", "", ABOUT.format(but, _commit(RECORD)), ""),
         f"{machine['gpu']}, commit `{_commit(LONG_RECORD)}`.",
         *("", OF_PRODUCTS.format(_commit(PRODUCTS_RECORD))),
         *table(["case", *PRODUCTS], products_rows(products)),
         *("", f"{OF_LAYERS} {OF_PEER}" if titles else OF_LAYERS),
-        *table([*head, *titles], layer_rows(found, long)),
+        *table([*head, *titles], layer_rows(long, products, found)),
         *(("", OF_WGRAD, *table(["case", "over bf16", "over fp8"], wgrads)) if wgrads else ()),
         *(("", *quantized) if quantized else ()),
         *("", OF_ERRORS),

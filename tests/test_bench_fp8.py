@@ -103,7 +103,8 @@ def test_the_report_has_a_peer_where_it_has_run(tmp_path):
                 row["seconds"][peer] = 2.5 * row["seconds"][kind]
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record))
-    first, *others = fp8_report.layer_rows(fp8_report.by_case(path), {})
+    changed = fp8_report.by_case(path)
+    first, *others = fp8_report.layer_rows(changed, found, changed)
     assert first[0] == case and first[-2:] == ["2.50", "2.50"] and all(row[-2:] == ["-", "-"] for row in others)
     assert {peer for _, peer, *_ in fp8_report.OF_PEERS} <= {*fp8.PEERS}
 
