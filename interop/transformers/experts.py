@@ -82,7 +82,8 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Any, w2: Any, **op
     """Computes `moe` in the dtype of the weights, or in autocast's. The result has the dtype of x."""
     if isinstance(w2, QuantizedWeight):
         rows, w1, w2 = quantised.in_one_dtype(x, w1, w2)
-        options.update({name: options[name].to(rows.dtype) for name in ("b1", "b2") if name in options})  # cast or not
+        biases = {name: torch_arguments.widened(options[name], rows.dtype) for name in ("b1", "b2") if name in options}
+        options.update(biases)
     else:
         rows = x if torch_arguments.in_autocast(x) else x.to(w2.dtype)
     if weights is not None:

@@ -58,9 +58,8 @@ def fsdp_in_e4m3(mesh, size):
     plain = {"activation": "relu2", "expert_bias": True, "save": "fp8"}
     for options in ({}, {"dtype": WHOLE, "prefetch": False}, plain, {"save": "paper", "reduce_dtype": HALF}):
         options = FP8 | options
-        steps = (
-            1 if size > 2 and "reduce_dtype" in options else STEPS
-        )  # AdamW makes more of sums rounded at each addition
+        # AdamW makes more of sums that are rounded at each addition.
+        steps = 1 if size > 2 and "reduce_dtype" in options else STEPS
         wanted, engines = trained(mesh, layers_of(mesh, **options), steps), CopyEngines(mesh)
         layers = layers_of(mesh, **options, engines=engines)
         assert hooked(layers) == [f"{n}.{w}_storage" for n in range(3) for w in ("w1", "w2")]
