@@ -10,7 +10,7 @@ from moeblaze_cupy.interop.torch import fp8 as torch_fp8
 from moeblaze_cupy.interop.torch.api import moe
 from moeblaze_cupy.interop.transformers import lora, quantised
 from moeblaze_cupy.interop.transformers.formula import Formula
-from moeblaze_cupy.types import QuantizedWeight
+from moeblaze_cupy.types import BIASES, QuantizedWeight
 
 Tensor = torch.Tensor
 Weight = torch_fp8.Weight
@@ -82,8 +82,9 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Any, w2: Any, **op
     """Computes `moe` in the dtype of the weights, or in autocast's. The result has the dtype of x."""
     if isinstance(w2, QuantizedWeight):
         rows, w1, w2 = quantised.in_one_dtype(x, w1, w2)
-        biases = {name: torch_arguments.widened(options[name], rows.dtype) for name in ("b1", "b2") if name in options}
-        options.update(biases)
+        for name in BIASES:
+            if name in options:
+                options[name] = torch_arguments.widened(options[name], rows.dtype)
     else:
         rows = x if torch_arguments.in_autocast(x) else x.to(w2.dtype)
     if weights is not None:
