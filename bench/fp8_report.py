@@ -25,8 +25,8 @@ OF_PEERS = (
 QUANTIZED = ("quantize_rows", "quantize_weights")
 ABOUT = """`precision="fp8"` beside bf16, in windows of a second of calls back to back, which alternate. Weights are
 quantised before the calls, unless a column says that the call quantises them. torchao's columns{} and
-errors are of shorter windows at `{}`."""
-OF_PRODUCTS = "Products at `{}`: bf16's time over e4m3's, including the sums over a token's slots."
+errors are of shorter windows at {}."""
+OF_PRODUCTS = "Products at {}: bf16's time over e4m3's, including the sums over a token's slots."
 OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`"
 is the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, without gather,
 experts and sums."""
@@ -146,9 +146,15 @@ def headline() -> list[str]:
     return lines
 
 
-def _commit(path: Path) -> str:
-    found: str = json.loads(path.read_text())["commit_info"]["id"]
-    return found
+def _commits(path: Path) -> str:
+    """A record's commit, and others with the cases of their rows."""
+    record = json.loads(path.read_text())
+    others: dict[str, dict[str, None]] = {}
+    for row in record["rows"]:
+        if "commit" in row:
+            others.setdefault(row["commit"], {})[row["case"]] = None
+    of_rows = (f"`{commit}` ({', '.join(names)})" for commit, names in others.items())
+    return ", ".join([f"`{record['commit_info']['id']}`", *of_rows])
 
 
 def section(table) -> list[str]:
@@ -163,9 +169,9 @@ def section(table) -> list[str]:
     others = [case for case, rows in long.items() if _with(OF_TRAINING[1], rows[PASSES[1]])]
     but = f" (but {', '.join(others)}'s)" if others else ""
     return [
-        *("", "## Products in e4m3", "", ABOUT.format(but, _commit(RECORD)), ""),
-        f"{machine['gpu']}, commit `{_commit(LONG_RECORD)}`.",
-        *("", OF_PRODUCTS.format(_commit(PRODUCTS_RECORD))),
+        *("", "## Products in e4m3", "", ABOUT.format(but, _commits(RECORD)), ""),
+        f"{machine['gpu']}, commit {_commits(LONG_RECORD)}.",
+        *("", OF_PRODUCTS.format(_commits(PRODUCTS_RECORD))),
         *table(["case", *PRODUCTS], products_rows(products)),
         *("", f"{OF_LAYERS} {OF_PEER}" if titles else OF_LAYERS),
         *table([*head, *titles], layer_rows(long, products, found)),
