@@ -22,12 +22,12 @@ def keep(array: Any) -> Any:
 
 def graph_break(function: Function) -> Function:
     """Returns a function that torch.compile calls between its graphs: it cannot follow addresses and NumPy's code."""
-    by_torch: Callable[..., Any] | None = None
+    by_torch: Callable[..., Any] = function  # until torch compiles anything
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
         nonlocal by_torch
-        if by_torch is None or by_torch is function:
+        if by_torch is function:
             by_torch = private.between_graphs(called, function)
         return by_torch(*arguments, **options)
 
