@@ -283,6 +283,17 @@ def test_the_page_on_fine_tuning_quotes_the_records():
     told = f"at {min(others)} to {max(others)} of a copy's speed, nf4 with nested scales at {nested}."
     assert told in " ".join(PAGE.split())
 
+    record = json.loads((ROOT / "bench" / "records" / "quantised" / "h200.json").read_text())
+    speeds = [r["decode_gb_per_s"] / r["copy_gb_per_s"] for r in record["decode"]]
+    ms = {(r["case"], r["L"], r["weights"]): r["ms"] for r in record["passes"]}
+    taken = [
+        [f"{ms[(*kind, name)] / ms[(*kind, 'bf16')]:.2f}" for kind in kinds] for name in ("mxfp4", "mxfp4, in e4m3")
+    ]
+    bf16, e4m3 = (", ".join(of) for of in taken)
+    assert f"decoding reaches {min(speeds):.2f} to {max(speeds):.2f} of" in PAGE
+    told = f"{' and '.join(bf16.rsplit(', ', 1))} of those on bf16, in the table's order, and in e4m3 "
+    assert told + " and ".join(e4m3.rsplit(", ", 1)) in " ".join(PAGE.split())
+
 
 def test_the_page_on_fine_tuning_sets_other_libraries_beside_factors():
     (record,) = (ROOT / "bench" / "records" / "lora").glob("*-peers.json")
