@@ -531,7 +531,9 @@ def test_host_times_are_of_several_pairs_of_processes(capsys):
         assert row["rounds"] == {"before": [1.0, 1.2, 1.0], "after": [1.1, 1.2, 1.05]}
         assert (row["before"], row["after"]) == (1.0, 1.1)
         assert (row["ratio"], row["least"], row["greatest"]) == pytest.approx((1.05, 1.0, 1.1))
-    assert all(line.endswith("1.050 (1.000 to 1.100)") for line in capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows)
+    assert all(line.endswith("1.050 (1.000 to 1.100)") for line in lines)
 
 
 @pytest.mark.skipif(inputs.has_gpu(), reason="would measure on the GPU")

@@ -4,8 +4,8 @@ In forward the sizes, or the rows, travel while a shared expert is launched. In 
 while the gradients of the experts' weights are computed, except with route "pull", whose last kernels store it there.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import compress
 from typing import Any, NamedTuple, cast
 
@@ -233,6 +233,17 @@ class _Call(NamedTuple):
         return layer if self.frozen is None else self.frozen.joined(layer, parts)
 
 
+@contextmanager
+def _no_copies_left(route: Route) -> Iterator[None]:
+    """Has the stream wait for rows that are on their way where something fails, as what they come to is freed then."""
+    try:
+        yield
+    except BaseException:
+        if route.wait is not None:
+            route.wait()
+        raise
+
+
 class _ExpertParallel(torch.autograd.Function):
     """The layer for autograd. up is None where w1 is one tensor; gate and w2 are None where they are frozen."""
 
@@ -268,12 +279,10 @@ class _ExpertParallel(torch.autograd.Function):
             part = slice(start, stop)
             x_part, scales = values_and_scales(_part(rows, part))
             layer = call.joined(LayerArrays(x_part, local_ids[part], got[part], gate, up, w2), parts)
-            try:
-                extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
-                out, saved = layer_forward(layer, options._replace(max_slots=bound), extras, "expert_parallel_moe")
-            finally:
-                if wait is not None:  # also where nothing has read the rows
-                    wait()
+            extras = LayerExtras(place and place.destination, wait, made, scales, None, beside)
+            out, saved = layer_forward(layer, options._replace(max_slots=bound), extras, "expert_parallel_moe")
+            if wait is not None:  # also where nothing has read the rows
+                wait()
             results.append(place.landing if place else out)
             if bound is not None and (experts.slots is not None):
                 number = experts.local_experts
@@ -309,7 +318,8 @@ class _ExpertParallel(torch.autograd.Function):
             ctx.route.meet("backward of expert_parallel_moe", failed=failed)
 
         try:
-            return _ExpertParallel.backward_at(ctx, grad_out, meet)
+            with _no_copies_left(ctx.route):
+                return _ExpertParallel.backward_at(ctx, grad_out, meet)
         except Exception:
             if not met:
                 with suppress(RuntimeError):  # this rank's error says more
@@ -384,8 +394,8 @@ class _ExpertParallel(torch.autograd.Function):
                 grads, pending = run_backward("expert_parallel_moe", *of_part, extras)
             finally:
                 ctx.kept[piece].consumed = saved.consumed
-                if wait is not None:  # also where nothing has read the gradients
-                    wait()
+            if wait is not None:  # also where nothing has read the gradients
+                wait()
             for name in of_rows:
                 parts[name].append(place.landing if place and name == "x" else getattr(grads, name))
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
@@ -597,7 +607,8 @@ def expert_parallel_moe(
         arguments = x.contiguous(), weights.contiguous(), gate, up, w2, found.ids
         scales = lora and lora.with_factors([None] * len(factors))
         call = _Call(found, activation, save if grads else None, into, fp8_products, scales, forms)
-        out: Tensor = _ExpertParallel.apply(*arguments, call, *factors, *of_frozen)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        with _no_copies_left(found):
+            out: Tensor = _ExpertParallel.apply(*arguments, call, *factors, *of_frozen)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
 
     if shared is None or pending.error is not None:

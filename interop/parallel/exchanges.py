@@ -171,7 +171,10 @@ class PendingExchange:
             with suppress(RuntimeError):  # the other ranks are told of it first
                 if self.header is not None:
                     self.header.sent()
-            raise self.error
+            try:
+                raise self.error
+            finally:
+                self.error = None  # its frames hold this object, and so the caller's tensors
         route = self.route
         if self.header is None:  # the sizes are known, and the host does not wait
             return route

@@ -278,6 +278,8 @@ def _formula(module: Any, gate: Any) -> Formula:
             values = {"act": _value(module, tuple(path.split(".")), reads)}
         elif private.is_fp8(module) and gate is not None:
             (form, values), order = _of_fp8_experts(module, gate, reads), "halves"
+        elif gate is None:
+            raise _UnknownError("its _apply_gate has been replaced")
         else:
             source, roles = _known(gate)
             form, order, values = source.form, source.gate_up, _values(module, (), roles, reads)

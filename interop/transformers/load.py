@@ -96,6 +96,7 @@ class Monitor:
         for chooser, compiled in zip(choosers, self._compiled, strict=True):
             setattr(chooser.module, self._name, compiled)
         self._is_counting = False
+        self._outer_calls: list[bool] = []  # whether the calls are counted within which copies of the model run
         self._mask: Tensor | None = None  # (B, T), 0 for padding
         self._kept: list[_Routed] = []  # layers in order that wait to be counted, all alike
         self._hooks = [
@@ -121,12 +122,19 @@ class Monitor:
         self._is_counting, self._mask, self._kept = False, None, []
 
     def _before(self, model: Any, args: Any, named: Any) -> None:
+        if model is not self._model:  # a copy, which may run within a call of the model
+            self._outer_calls.append(self._is_counting)
+            self._is_counting = False
+            return
         mask = argument(args, named, "attention_mask", 1)
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self._is_counting = model is self._model and model.training and torch.is_grad_enabled()
-        self._kept = []  # without what an interrupt left
+        self._is_counting = model.training and torch.is_grad_enabled()
+        self._kept, self._outer_calls = [], []  # without what an interrupt left
 
     def _after(self, model: Any, args: Any, out: Any) -> None:
+        if model is not self._model:
+            self._is_counting = self._outer_calls.pop()
+            return
         if self._kept and out is not None:  # it is None if forward raised
             self._count_kept()
         self._is_counting, self._mask, self._kept = False, None, []  # checkpointing computes again, uncounted

@@ -6,6 +6,7 @@ scores of them, so that whatever follows makes weights, with gradients, as it do
 
 import contextlib
 import copy
+import functools
 import inspect
 import re
 import types
@@ -343,7 +344,8 @@ class Routing:
             raise RuntimeError("Routing.record: expected one at a time, got one within another")
         self._record, self._is_active = Record(), True
         own = vars(self._outer)
-        replaced = {"generate": self._generate, "init_continuous_batching": self._in_batches}
+        generate = functools.partial(self._generate, getattr(self._outer, "generate", None))
+        replaced = {"generate": generate, "init_continuous_batching": self._in_batches}
         before = {name: own[name] for name in replaced if name in own}
         own.update(replaced)
         try:
@@ -354,16 +356,16 @@ class Routing:
                 del own[name]
             own.update(before)
 
-    def _generate(self, *args: Any, **named: Any) -> Any:
-        generate = type(self._outer).generate
-        given = inspect.signature(generate).bind(self._outer, *args, **named).arguments | named
+    def _generate(self, generate: Any, *args: Any, **named: Any) -> Any:
+        """Calls the model's own `generate`, which may be one of the instance."""
+        given = inspect.signature(type(self._outer).generate).bind(self._outer, *args, **named).arguments | named
         configs = given.get("generation_config"), self._outer.generation_config
         for name, plain in _OF_GENERATE.items():
             of_configs = (getattr(config, name, None) for config in configs)
             value = given[name] if name in given else next((v for v in of_configs if v is not None), plain[0])
             if value not in plain:
                 raise checks.bad_value("Routing.record", name, f"{plain[0]} in generate", f"{value!s:.40}")
-        return generate(self._outer, *args, **named)
+        return generate(*args, **named)
 
     def _in_batches(self, *args: Any, **named: Any) -> Any:
         expected = "generate, whose calls are of the sequences that it returns"
@@ -386,9 +388,8 @@ class Routing:
         if self._ids is not None:
             raise RuntimeError("Routing.replay: expected one at a time, got one within another")
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype is torch.bool:
-            raise checks.bad_type(
-                "Routing.replay", "ids", "a tensor of integers", str(getattr(ids, "dtype", type(ids)))
-            )
+            got = str(ids.dtype if isinstance(ids, Tensor) else type(ids))
+            raise checks.bad_type("Routing.replay", "ids", "a tensor of integers", got)
         if ids.dim() != 4 or ids.shape[2] != len(self.layers):
             expected = f"shape (N, T, {len(self.layers)} layers, k)"
             raise checks.bad_value("Routing.replay", "ids", expected, str(tuple(ids.shape)))
@@ -491,7 +492,10 @@ class Routing:
     def _after(self, model: Any, args: Any, out: Any) -> None:
         if self.call is not None and model is self._model:
             if out is None:  # forward raised, and may be called again
-                self._next_row -= self.call.shape[0] if self.call.ids is not None else 0
+                if self.call.ids is not None:
+                    self._next_row -= self.call.shape[0]
+                    for number in self.call.ran:
+                        self._layers[number].rows -= self.call.ids.shape[1]
                 self.call.recorded, self.call.ran = None, set()
             self._close_call()
 

@@ -77,11 +77,6 @@ def variant_of(source: str, entry: str, macros: Mapping[str, str | int]) -> Vari
     return Variant(source, entry, tuple((k, str(v)) for k, v in macros.items()))
 
 
-def sources() -> list[str]:
-    """Returns the names of the kernel sources, without headers."""
-    return sorted(name for name in source_paths(source_folder()) if name.endswith(".cu"))
-
-
 @functools.cache
 def source_digest(source: str) -> str:
     """Returns a digest over a kernel source and the headers that it includes, directly or through others."""
@@ -273,6 +268,7 @@ def _help() -> None:
             return
         if not module.lock.locked():
             with contextlib.suppress(Exception):  # the launch that needs it raises it
+                _thread.bound.clear()  # the device of the last request is current, which may be another one
                 bind_context(device)
                 module.on(device)
 

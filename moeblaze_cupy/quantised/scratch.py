@@ -39,9 +39,9 @@ class _Memory(NamedTuple):
     holds: str = ""  #: in turn, the name of the weight that is there
 
 
-# By framework, device, stream, and in `scratch_e4m3` the dtype. A call in progress has its memory to itself, so threads
-# do not share one.
-_kept: dict[tuple[Any, ...], Any] = {}
+# By framework, device, stream and dtype. A call in progress has its memory to itself, so threads do not share one.
+_kept: dict[tuple[Any, ...] | None, Any] = {}
+_PER_THREAD = 2  # cudaStreamPerThread
 _limit: int | None = None  # bytes
 
 
@@ -73,7 +73,17 @@ def release_scratch() -> None:
     _kept.clear()
 
 
-def take_memory(place: tuple[Any, ...]) -> Any:
+def place_of(run: Runtime, dtype: str = _DTYPE) -> tuple[Any, ...] | None:
+    """Returns where the memory of a call is kept, or None where no other call may have it.
+
+    A graph has memory of its own, because other calls write what is kept between its replays. CUDA's default stream per
+    thread has one handle for the streams of all threads.
+    """
+    alone = run.stream == _PER_THREAD or loader.is_capturing(run.stream)
+    return None if alone else (run.framework, run.device, run.stream, dtype)
+
+
+def take_memory(place: tuple[Any, ...] | None) -> Any:
     """Returns the memory that `keep_memory` was last given for this place, or None."""
     return _kept.pop(place, None)
 
@@ -95,7 +105,7 @@ class Decoded:
 
     arrays: dict[str, Any]  #: (E, K, N) by name, transposed views of (E, N, K)
     number: int = 0  #: of the call of the layer that decodes, or has decoded
-    _place: tuple[Any, int, int] | None = None  #: None where they are not to be kept
+    _place: tuple[Any, ...] | None = None  #: None where they are not to be kept
     _memory: _Memory | None = None
     _launches: tuple[tuple[str, Launch, list[int], int], ...] = ()  #: by name, addresses of the parts and the result
     _parts: tuple[Any, ...] = ()  #: held until then
@@ -164,10 +174,8 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], prefix: str =
     assert record is not None
     with current_device(record.device):
         run = Runtime.current(record.framework, record.device)
-        capturing = loader.is_capturing(run.stream)
-        place = run.framework, run.device, run.stream
-        # A graph has memory of its own: other calls write what is kept here between its replays.
-        memory = None if capturing else take_memory(place)
+        place = place_of(run)
+        memory = take_memory(place)
         shapes = {name: weight.shape for name, weight in weights.items()}
         in_turn = is_in_turn(function, arguments, shapes)
         fits = memory is not None and memory.shapes == shapes and memory.in_turn == in_turn
@@ -186,7 +194,7 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], prefix: str =
         launches.append((name, record.plan[name], addresses, made[name].ptr))
     arrays = {name: buffer.array for name, buffer in made.items()}
     to_do = () if has_decoded and not in_turn else tuple(launches)
-    return Decoded(arrays, memory.number, None if capturing else place, memory, to_do, tuple(look.given), holds)
+    return Decoded(arrays, memory.number, place, memory, to_do, tuple(look.given), holds)
 
 
 def is_in_turn(

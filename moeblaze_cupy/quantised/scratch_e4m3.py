@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moeblaze_cupy.calls import Call, Lookup
-from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.cuda.runtime import Launch, Runtime, current_device
 from moeblaze_cupy.frameworks import Buffer, Torch
 from moeblaze_cupy.quantised import checks as quantised_checks
@@ -115,10 +114,9 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], gate_up: str,
     sizes = [math.prod(shape) for shape in shapes.values()]
     with current_device(record.device):
         run = Runtime.current(record.framework, record.device)
-        capturing = loader.is_capturing(run.stream)
-        place = run.framework, run.device, run.stream, _DTYPE
+        place = scratch.place_of(run, _DTYPE)
         in_turn = scratch.is_in_turn(function, arguments, shapes, _DTYPE)
-        memory = None if capturing else scratch.take_memory(place)
+        memory = scratch.take_memory(place)
         if memory is None or memory.sizes != sizes or memory.in_turn != in_turn:
             memory = None  # freed before as much is allocated
             room = max(sizes) if in_turn else sum(sizes)
@@ -138,8 +136,9 @@ def decoded(function: str, weights: Mapping[str, QuantizedWeight], gate_up: str,
         addresses = _Addresses(data, of_data, memory.buffer.ptr + start, scales[i].ptr)
         steps |= {product: (getattr(record.plan, product), addresses) for product in PRODUCTS[name]}
     nbytes = memory.buffer.array.nbytes
-    kept = None if capturing else place, memory, (*look.given, *scales)
-    return DecodedE4m3(arrays, Fp8Weights(**fields, gate_up=gate_up), nbytes, 0, steps, *kept)
+    return DecodedE4m3(
+        arrays, Fp8Weights(**fields, gate_up=gate_up), nbytes, 0, steps, place, memory, (*look.given, *scales)
+    )
 
 
 def _configure(shapes: Mapping[str, tuple[int, int, int]], gate_up: str, halves: int) -> _Steps:

@@ -32,6 +32,7 @@ from moeblaze_cupy.router.options import RouterOptions
 from moeblaze_cupy.rows import config as rows_config
 from moeblaze_cupy.types import ACTIVATIONS, WEIGHT_FORMATS
 
+SOURCES = sorted(name for name in loader.source_paths(loader.source_folder()) if name.endswith(".cu"))
 LIMITS = {
     "80": launch_config.DeviceLimits(80, 108, 166912, 167936),
     "86": launch_config.DeviceLimits(86, 84, 101376, 102400),
@@ -361,7 +362,7 @@ def one_of_each_source() -> list:
     """A variant per kernel source, for sm_90a."""
     every = all_variants.variants(aligned=(True, False), biases=(None, "weights"), formats=WEIGHT_FORMATS, lora=True)
     every += all_variants.variants(fp8=True) + router_variants()
-    return [next(v for v in every if v.source == source) for source in loader.sources()]
+    return [next(v for v in every if v.source == source) for source in SOURCES]
 
 
 @pytest.mark.parametrize("variant", one_of_each_source(), ids=lambda variant: variant.source)

@@ -14,6 +14,7 @@ from moeblaze_cupy.dispatch import config as dispatch_config
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import variants as gemm_variants
 from moeblaze_cupy.router import config as router_config
+from tests.cuda.test_compile import SOURCES
 
 A100 = DeviceLimits(80, 108, 166912, 167936)
 RTX_3090 = DeviceLimits(86, 82, 101376, 102400)
@@ -321,7 +322,7 @@ def test_two_blocks_of_dispatch_fit_a_multiprocessor():
         assert 2 * (shared + 1024) <= H200.shared_bytes_per_multiprocessor
 
 
-@pytest.mark.parametrize("source", loader.sources())
+@pytest.mark.parametrize("source", SOURCES)
 def test_every_kernel_source_has_constants(source):
     constants = loader.kernel_constants(source)
     assert constants and all(isinstance(value, int) and value > 0 for value in constants.values())

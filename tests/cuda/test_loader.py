@@ -33,7 +33,7 @@ from moeblaze_cupy.types import (
     LayerOptions,
 )
 from tests.cases import ORDERS
-from tests.cuda.test_compile import router_variants
+from tests.cuda.test_compile import SOURCES, router_variants
 from tests.fakes import Layer, launches, use
 
 ROOT = Path(loader.__file__).resolve().parent.parent.parent
@@ -171,10 +171,10 @@ def test_all_variants_of_a_source_are_given_the_same_macros():
     for variant in every_variant():
         given = [option[2:].partition("=")[0] for option in loader.options(variant) if option.startswith("-D")]
         names.setdefault(variant.source, set()).add(frozenset(given))
-    assert names.keys() == set(loader.sources()) and all(len(found) == 1 for found in names.values())
+    assert names.keys() == set(SOURCES) and all(len(found) == 1 for found in names.values())
 
 
-@pytest.mark.parametrize("source", loader.sources())
+@pytest.mark.parametrize("source", SOURCES)
 def test_conditions_test_macros_that_are_given(source):
     """So that a missing one is an error, a condition tests a value and not whether there is one."""
     variant = next(v for v in every_variant() if v.source == source)
@@ -327,7 +327,7 @@ def forget_sources():
 
 def fresh_digests():
     forget_sources()
-    return {source: loader.source_digest(source) for source in loader.sources()}
+    return {source: loader.source_digest(source) for source in SOURCES}
 
 
 def test_a_digest_follows_a_source_and_what_it_includes(sources):
@@ -594,6 +594,14 @@ def test_kernels_are_compiled_ahead_by_other_threads(cupy, monkeypatch):
     assert [module.compiled for module in FakeModule.made] == [1] * len(HELPED)
     assert {device for _, device in cupy.bound} == {1} and threading.get_ident() not in threads
     assert loader.compile_ahead(1, HELPED) is False
+
+
+def test_a_thread_that_compiles_for_two_devices_has_each_current(cupy):
+    modules = [loader._module(variant) for variant in HELPED[:3]]
+    loader._ahead.extend(zip((0, 1, 0), modules, strict=True))
+    loader._help()
+    assert [device for _, device in cupy.bound] == [0, 1, 0]
+    assert [module.devices for module in modules] == [{0}, {1}, {0}]
 
 
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])

@@ -95,6 +95,48 @@ def test_devices_of_a_group(monkeypatch, config, has_gpu, found):
     assert expert_group.backend_of(None) == found
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    dist = ranks.torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fails", ["_pieces", "count_beside_operators"])  # before the layer waits
+def test_the_stream_waits_for_rows_where_a_pass_fails(one_rank, monkeypatch, fails):
+    """What copies of them come to is freed then."""
+    from moeblaze_cupy.interop.parallel import ExpertGroup, api
+    from moeblaze_cupy.interop.parallel.routes import SentRoute
+
+    def fail(*_):
+        raise MemoryError
+
+    torch, waits = ranks.torch, []
+    for receive in (SentRoute.receive, SentRoute.receive_gradients):
+
+        def begin(route, *args, receive=receive):
+            route.wait = lambda: waits.append(receive.__name__)
+            return receive(route, *args)
+
+        monkeypatch.setattr(SentRoute, receive.__name__, begin)
+    x = torch.zeros(3, 8, requires_grad=True)
+    ids, weights = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    w1, w2 = torch.zeros(2, 8, 8), torch.zeros(2, 4, 8)
+    group = ExpertGroup(None, 2, route="exact")
+    if fails == "_pieces":
+        monkeypatch.setattr(api, fails, fail)
+        with pytest.raises(MemoryError):
+            api.expert_parallel_moe(x, ids, weights, w1, w2, group)
+    else:
+        out = api.expert_parallel_moe(x, ids, weights, w1, w2, group)
+        monkeypatch.setattr(api, fails, fail)
+        waits.clear()
+        with pytest.raises(MemoryError):
+            out.sum().backward()
+    assert waits == ["receive" if fails == "_pieces" else "receive_gradients"]
+
+
 def test_one_parameter_is_clipped_as_a_list_of_it():
     from moeblaze_cupy.interop.parallel import clip_grad_norm_
 

@@ -247,6 +247,16 @@ def test_another_stream_has_memory_of_its_own():
         layers.check(1, second[0], grads)
 
 
+def test_calls_on_the_default_stream_per_thread_keep_nothing():
+    """Each thread has another stream there, and all have one handle."""
+    with emulated() as device:
+        layers = Layers(device)
+        device.stream = 2  # cudaStreamPerThread
+        out, saved = layers.forward(0)
+        layers.check(0, out, layers.backward(0, saved))
+        assert layers.decodes() == 4 and not scratch._kept
+
+
 def test_a_captured_call_decodes_for_itself():
     """A replay runs when other layers' weights are in the memory of eager calls."""
     with emulated() as device:

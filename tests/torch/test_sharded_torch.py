@@ -160,6 +160,7 @@ def test_sharded_training_equals_that_of_one_process(tmp_path):
                 return x.bfloat16(), target
 
         gradients = _train(layer, share, **options)
+        assert len(sharded) == (1 if options.get("half") else len(gradients))
         for step, wanted in zip(sharded, gradients, strict=False):
             for got, want in zip(step, wanted, strict=True):
                 bound = 2**-7 if options.get("half") else 1e-5

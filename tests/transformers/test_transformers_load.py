@@ -234,6 +234,17 @@ def test_closed_in_a_forward_and_copied():
     assert not seen._kept and not seen.read().tokens.any()
 
 
+def test_a_copy_that_runs_within_a_call_is_not_counted():
+    model = model_of("Qwen3Moe")
+    wanted = expected(model, "Qwen3Moe")
+    seen = monitor(model)
+    copied = copy.deepcopy(model)
+    hook = model.model.layers[0].register_forward_hook(lambda *_: step(copied) and None)
+    step(model, attention_mask=MASK)
+    hook.remove()
+    check(seen.read(), wanted)
+
+
 class Operations(TorchDispatchMode):
     """Lists the names of torch's operations."""
 

@@ -295,6 +295,16 @@ def test_what_generate_records():
     assert "generate" not in vars(model)
 
 
+def test_record_calls_a_generate_of_the_instance():
+    model, calls = made().eval(), []
+    of_class = model.generate
+    model.generate = lambda *args, **named: calls.append(args) or of_class(*args, **named)
+    own = model.generate
+    with Routing(model) as routes, routes.record() as record:
+        model.generate(TOKENS[:, :3], max_new_tokens=2, do_sample=False)
+    assert len(calls) == 1 and record.ids.shape[:2] == (2, 4) and model.generate is own
+
+
 def test_generate_of_other_sequences_raises():
     """An option comes as a keyword, in the call's config, or from the model's where these have none."""
     model, prompt = made().eval(), TOKENS[:1, :5]
@@ -373,6 +383,7 @@ def test_unset_ids_are_the_routers_own():
         (lambda ids: ids[:, :, :2], ValueError, r"expected shape \(N, T, 3 layers, k\), got \(2, 9, 2, 2\)"),
         (lambda ids: ids[0], ValueError, r"expected shape \(N, T, 3 layers, k\)"),
         (lambda ids: ids.float(), TypeError, "a tensor of integers, got torch.float32"),
+        (lambda ids: ids.numpy(), TypeError, "a tensor of integers, got <class 'numpy.ndarray'>"),
         (lambda ids: ids[:, :6], ValueError, r"\(B, T\) = \(2, 9\), got \(2, 6\) at row 0 of \(2, 6, 3, 2\)"),
         (lambda ids: ids[:1], ValueError, r"\(B, T\) = \(2, 9\), got \(1, 9\)"),
         (lambda ids: torch.cat([ids, ids]), ValueError, "4 sequences in all, as ids has rows, got 2"),
@@ -508,6 +519,8 @@ def test_a_call_that_raised_may_come_again():
         assert record.ids.shape[:2] == TOKENS.shape
         with routes.replay(shifted(record.ids)):
             got = call_twice()
+        tokens = TOKENS.numel() * len(routes.layers)
+        assert routes.counts()["forced"] == tokens
         with routes.replay(shifted(record.ids)):
             assert torch.equal(got, model(TOKENS).logits)
 
