@@ -293,6 +293,7 @@ class _ExpertParallel(torch.autograd.Function):
                 number_of = saved.decoded_by
                 kept.append(SavedForBackward(_NO_ARRAYS, saved.options, index, None, None, decoded_by=number_of))
                 tensors += [saved.first_layer, saved.y_swi, lists, *saved.lora_rows]
+        route.wait = None  # an error of backward does not wait for these rows
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.counted)
