@@ -609,8 +609,7 @@ def expert_parallel_moe(
         scales = lora and lora.with_factors([None] * len(factors))
         call = _Call(found, activation, save if grads else None, into, fp8_products, scales, forms)
         with _no_copies_left(found):
-            out: Tensor = _ExpertParallel.apply(*arguments, call, *factors, *of_frozen)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-        return out
+            return cast(Tensor, _ExpertParallel.apply(*arguments, call, *factors, *of_frozen))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
 
     if shared is None or pending.error is not None:
         return of_experts()
