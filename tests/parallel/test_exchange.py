@@ -3,9 +3,11 @@
 `ranks.py` runs the cases, which are in `ranks_*.py`.
 """
 
+import gc
 import signal
 import subprocess
 import sys
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -135,6 +137,22 @@ def test_the_stream_waits_for_rows_where_a_pass_fails(one_rank, monkeypatch, fai
         with pytest.raises(MemoryError):
             out.sum().backward()
     assert waits == ["receive" if fails == "_pieces" else "receive_gradients"]
+
+
+def test_a_refused_exchange_keeps_no_tensors(one_rank):
+    from moeblaze_cupy.interop.parallel import ExpertGroup, exchange
+
+    group = ExpertGroup(None, 2, route="exact")
+    x = ranks.torch.zeros(3, 8)
+    left = weakref.ref(x)
+    gc.disable()
+    try:
+        with pytest.raises(TypeError, match=r"^exchange: ids: expected int32 or int64"):
+            exchange(x, ranks.torch.zeros(3, 1), ranks.torch.ones(3, 1), group)
+        del x
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_one_parameter_is_clipped_as_a_list_of_it():

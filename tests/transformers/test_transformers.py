@@ -306,6 +306,18 @@ def test_gates_of_an_unknown_source_fall_back(calls, monkeypatch):
     assert not calls
 
 
+def test_a_gate_of_the_instance_falls_back(calls, monkeypatch):
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    x, ids, weights = in_float32()
+    experts = Chosen(types.SimpleNamespace(_experts_implementation="moeblaze"), limit=0.5)
+    experts._apply_gate = lambda columns: columns.chunk(2, dim=-1)[0]
+    with pytest.warns(UserWarning, match="Chosen runs as grouped_mm: its _apply_gate has been replaced"):
+        got = experts(x, ids, weights)
+    wanted = by_hand(experts, x, ids, weights, experts._apply_gate)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)  # sums of float32
+    assert not calls
+
+
 DEEPSEEK = ("transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts")
 
 
