@@ -129,7 +129,7 @@ class Monitor:
         mask = argument(args, named, "attention_mask", 1)
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._is_counting = model.training and torch.is_grad_enabled()
-        self._kept, self._outer_calls = [], []  # without what an interrupt left
+        self._kept = []  # without what an interrupt left
 
     def _after(self, model: Any, args: Any, out: Any) -> None:
         if model is not self._model:

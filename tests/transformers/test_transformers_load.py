@@ -243,6 +243,9 @@ def test_a_copy_that_runs_within_a_call_is_not_counted():
     step(model, attention_mask=MASK)
     hook.remove()
     check(seen.read(), wanted)
+    copied.model.layers[0].register_forward_hook(lambda *_: step(model, attention_mask=MASK) and None)
+    step(copied)
+    check(seen.read(), wanted)
 
 
 class Operations(TorchDispatchMode):
